@@ -103,6 +103,41 @@ def test_a_length_is_asked_for_where_there_is_none(two: td.Strategy) -> None:
     assert len(two.experimental_distribute_dataset(TEN, global_batch_size=4)) == 3
 
 
+class OwnBatches:
+    """A batch sampler of a program's own, as buckets of equal lengths are."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.passes += 1
+        yield from [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9]][: self.passes + 1]
+
+
+class CountedBatches(OwnBatches):
+    def __len__(self) -> int:
+        return self.passes + 2
+
+
+def test_the_length_of_a_batch_sampler_of_ones_own(two: td.Strategy) -> None:
+    rows = [torch.tensor([float(i)]) for i in range(10)]
+    batches = two.experimental_distribute_dataset(DataLoader(rows, batch_sampler=CountedBatches()))
+    for steps in (2, 3, 4):
+        assert (len(batches), batches.cardinality, len(list(batches))) == (steps, steps, steps)
+    assert len(two.experimental_distribute_dataset(DataLoader(rows, batch_sampler=[[0, 1], [2, 3, 4]]))) == 2
+    assert len(two.experimental_distribute_dataset(DataLoader([torch.ones(4, 1)] * 3, batch_size=None))) == 3
+    with pytest.raises(TypeError, match=r"what it reads has no length.*a batch sampler of your own needs __len__"):
+        len(two.experimental_distribute_dataset(DataLoader(rows, batch_sampler=OwnBatches())))
+
+
+def test_workers_that_read_all_batches_know_how_many() -> None:
+    def steps(worker: Any) -> tuple[int, int]:
+        batches = make(worker, DataLoader(TEN, batch_sampler=CountedBatches()))
+        return len(batches), len(list(batches))
+
+    assert run_workers(2, 1, steps) == [(2, 2), (2, 2)]
+
+
 @pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, AutoShardPolicy.HINT])
 def test_policies_that_a_dataset_cannot_follow(policy: AutoShardPolicy) -> None:
     with pytest.raises(NotFoundError, match="unshardable source dataset"):

@@ -149,3 +149,15 @@ def test_a_rank_whose_loader_has_ended(rank: int) -> None:
             torch.testing.assert_close(strategy.reduce("MEAN", loss, axis=None), expected.detach())
             assert bool(loss.isnan()) is (number == 1 and rank == 1)
         assert number == 1
+
+
+def test_an_error_of_an_empty_share_says_that_it_is_one() -> None:
+    """As torchmetrics that cannot take an empty tensor raise torch's own words."""
+    with td.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
+        (batch,) = strategy.experimental_distribute_dataset(DataLoader(data(2), batch_size=3))
+        with pytest.raises(IndexError, match="non-zero size") as error:
+            strategy.run(lambda rows: rows.max(0).values, args=(batch[0],))
+        assert "this replica's share of the batch was empty. Leave out there" in " ".join(error.value.__notes__)
+        with pytest.raises(ZeroDivisionError) as error:
+            strategy.run(lambda rows: 1 / (len(rows) - 1), args=(batch[0],))
+        assert "was empty" not in " ".join(error.value.__notes__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -218,6 +219,55 @@ def test_a_closed_strategy_says_so() -> None:
         strategy.run(lambda: total.update(1.0))
     with pytest.raises(RuntimeError, match="was closed"):
         total.compute()
+
+
+def test_a_strategy_that_is_gone_says_so() -> None:
+    total, computed = tm.SumMetric(), tm.SumMetric()
+
+    def train() -> None:
+        strategy = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
+        for metric in (total, computed):
+            strategy.run(lambda metric=metric: metric.update(float(replica() + 1)))
+        assert computed.compute() == 3
+
+    train()
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"strategy whose replicas updated this SumMetric is gone.*or reset"):
+        total.compute()
+    assert computed.compute() == 3, "it knows what it gave"
+    total.reset()
+    total.update(5.0)
+    assert total.compute() == 5
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        strategy.run(lambda: total.update(float(replica() + 1)))
+        assert total.compute() == 8
+
+
+@EVERY
+def test_sync_shows_what_all_replicas_counted(strategy: tfd.Strategy) -> None:
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        total = tm.SumMetric()
+
+    def step() -> tuple[float, float, float]:
+        total.update(float(replica() + 1))
+        with total.sync_context():
+            first = float(total.sum_value)
+        if n == 1:  # torchmetrics syncs nothing there
+            return first, first, first
+        total.sync()
+        second = float(total.sum_value)
+        total.unsync()
+        return first, second, float(total.sum_value)
+
+    found = strategy.experimental_local_results(strategy.run(step))
+    every = n * (n + 1) / 2
+    assert list(found) == [(every, every, strategy.worker.replica_id(k) + 1.0) for k in range(len(found))]
+    with total.sync_context():
+        assert float(total.sum_value) == every
+    assert float(total.sum_value) == strategy.worker.replica_id(0) + 1
+    strategy.run(lambda: total.update(float(replica() + 1)))
+    assert float(total.compute()) == 2 * every
 
 
 @strategy_combinations("mirrored_2", "mirrored_3", CENTRAL, "mirrored_2_workers_2_replicas", timeout=90)

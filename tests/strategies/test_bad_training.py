@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -123,6 +124,38 @@ def test_lbfgs(two: Any) -> None:
         model = torch.nn.Linear(2, 1)
     with pytest.raises(RuntimeError, match="LBFGS calls its closure a different number of times"):
         two.run(lambda: torch.optim.LBFGS(model.parameters()).step(lambda: torch.zeros(())))
+
+
+@pytest.mark.parametrize("kind", [td.MirroredStrategy, td.experimental.CentralStorageStrategy])
+def test_lbfgs_outside_of_run(kind: Any) -> None:
+    """One process makes one step there, on the whole batch, and all replicas find what it wrote."""
+    rows = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+
+    def train(model: torch.nn.Module, after: Any = None) -> list[torch.Tensor]:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(rows) - rows.sum(1, keepdim=True).sin()).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+            assert after is None or after()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    with kind(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        alone = copy.deepcopy(model).to("cpu")
+
+        def same_everywhere() -> bool:
+            found = strategy.experimental_local_results(strategy.run(lambda: model(rows[:4]).detach().clone()))
+            return all(torch.equal(own, found[0]) for own in found)
+
+        found = train(model, same_everywhere)
+    assert all(map(torch.equal, found, train(alone)))
 
 
 @pytest.mark.parametrize("mask_of", ["the module", "the optimizer"])

@@ -227,3 +227,51 @@ def test_a_rate_that_is_a_tensor_beside_a_new_optimizer(central: Any) -> None:
         return model, step
 
     assert_as_one_device(build, central)
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize(
+    "remove",
+    [
+        lambda groups: groups.pop(),
+        lambda groups: groups.pop(0),
+        lambda groups: groups.__setitem__(slice(None), groups[:-1]),
+    ],
+    ids=["last", "first", "others"],
+)
+def test_groups_that_every_replica_removes_are_said(remove: Callable[[Any], Any], place: str) -> None:
+    """It was done once for each replica, in silence where they took the last one."""
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = nn.ModuleList(nn.Linear(2, 1) for _ in range(4))
+        groups = [{"params": list(part.parameters()), "lr": 0.1 * (k + 1)} for k, part in enumerate(model)]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+
+        def step(removes: bool) -> None:
+            if removes and place == "before":
+                remove(optimizer.param_groups)
+            sum(part(torch.ones(1, 2)).sum() for part in model).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            if removes and place == "after":
+                remove(optimizer.param_groups)
+
+        strategy.run(step, args=(False,))
+        words = r"parameter groups of SGD were 4, then 3 by replica 0, and 2 by replica 1.*Do it after strategy.run"
+        with pytest.raises(RuntimeError, match=words):
+            strategy.run(step, args=(True,))
+
+
+def test_groups_that_the_first_replica_alone_removes() -> None:
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = nn.ModuleList(nn.Linear(2, 1) for _ in range(3))
+        optimizer = torch.optim.SGD([{"params": list(part.parameters())} for part in model], lr=0.1)
+
+        def step() -> int:
+            sum(part(torch.ones(1, 2)).sum() for part in model).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            if len(optimizer.param_groups) > 2:
+                optimizer.param_groups.pop()
+            return len(optimizer.param_groups)
+
+        assert [strategy.run(step) for _ in range(2)] == [2, 2]

@@ -291,3 +291,31 @@ def test_after_a_replica_has_raised_all_go_on_with_what_the_first_one_has(centra
     assert scheduler.last_epoch == stepped
     assert optimizer.param_groups[0]["lr"] == 0.5 * 0.5**stepped
     assert torch.equal(model.average.weight, before * 0.5**stepped)
+
+
+@pytest.mark.parametrize("how", ["data", "set_"])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_weights_that_expand_made(central: Any, how: str, place: str) -> None:
+    """All of their rows lie in the same memory, which torch does not write to as a whole."""
+
+    def build() -> tuple[nn.Module, Step]:
+        model = nn.Linear(2, 3)
+
+        def write(rows: torch.Tensor) -> None:
+            values = (model.weight.detach()[:1] + rows.mean()).expand(3, 2)
+            if how == "data":
+                model.weight.data = values
+            else:
+                with torch.no_grad():
+                    model.weight.set_(values)
+
+        def step(rows: torch.Tensor) -> None:
+            if place == "before":
+                write(rows)
+            model(rows).square().mean().backward()
+            if place == "after":
+                write(rows)
+
+        return model, step
+
+    assert_as_one_device(build, central)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 import tfstyle_dist as td
 from tfstyle_dist.core import devices
@@ -39,18 +39,21 @@ def tf_names(draw: st.DrawFn) -> tuple[str, ReplicaDevice]:
     return name + ("" if slot is None else f"#{slot}"), ReplicaDevice(kind, index or 0, slot or 0)
 
 
+@settings(deadline=None)
 @given(tf_names())
 def test_tensorflow_names(case: tuple[str, ReplicaDevice]) -> None:
     name, device = case
     assert parse(name) == device
 
 
+@settings(deadline=None)
 @given(st.builds(ReplicaDevice, st.sampled_from(["cpu", "cuda", "xla", "meta"]), numbers, st.integers(0, 99)))
 def test_round_trip(device: ReplicaDevice) -> None:
     assert parse(str(device)) == device
     assert parse(device) is device
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["cpu", "cuda", "meta"]), st.none() | st.integers(0, 100))
 def test_torch_devices(kind: str, index: int | None) -> None:
     device = torch.device(kind) if index is None else torch.device(kind, index)
@@ -58,6 +61,7 @@ def test_torch_devices(kind: str, index: int | None) -> None:
     assert parse(str(device)) == parse(device)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=12))
 def test_other_text_is_refused_with_advice(text: str) -> None:
     known = re.search("cpu|gpu|cuda|xla|mps|xpu|meta", text, re.IGNORECASE)
@@ -68,6 +72,7 @@ def test_other_text_is_refused_with_advice(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8, unique=True))
 def test_logical_cpus(indices: list[int]) -> None:
     devices = parse_replica_devices([f"cpu:{i}" for i in indices])

@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 import tfstyle_dist as tfd
 from tfstyle_dist.core import nest
@@ -41,6 +41,7 @@ LEAVES = st.one_of(
 NESTS = st.recursive(LEAVES, _containers, max_leaves=12)
 
 
+@settings(deadline=None)
 @given(NESTS, st.integers(0, 1))
 def test_a_replica_gets_what_a_walk_over_all_leaves_gives(structure: Any, replica: int) -> None:
     def of_replica(leaf: Any) -> Any:

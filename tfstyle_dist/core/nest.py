@@ -42,8 +42,42 @@ def assert_same_structure(structures: Sequence[Any], what: str) -> tuple[list[li
         other_flat, other_spec = flatten(other)
         if other_spec != spec:
             raise AssertionError(
-                f"The {what} of the replicas have different structures: replica 0 gave {spec}, replica {replica} "
-                f"gave {other_spec}. Make every replica return the same nesting, types and keys."
+                f"The {what} of the replicas have different structures: {_difference(structures[0], other, replica)}"
             )
         all_leaves.append(other_flat)
     return all_leaves, spec
+
+
+_LENGTHS = (
+    "What is in a list or tuple is grouped one by one, so each replica must give equally many. Give one tensor and the "
+    "lengths, torch.cat(parts) and torch.tensor([len(part) for part in parts]): strategy.gather takes tensors of "
+    "different sizes. Or put the list into an object that is no container, such as a dataclass: "
+    "strategy.experimental_local_results gives that of each replica."
+)
+
+
+def _difference(first: Any, other: Any, replica: int) -> str:
+    """Says where the nest of another replica first differs from that of replica 0, and what to give instead."""
+    where, one, two = _first_difference(first, other) or ("", first, other)
+    unequal = type(one) is type(two) and isinstance(one, list | tuple)
+    advice = _LENGTHS if unequal else "Make every replica return the same nesting, types and keys."
+    place = f"at {where} " if where else ""
+    return f"{place}replica 0 gave {_said(one)}, replica {replica} gave {_said(two)}. {advice}"
+
+
+def _first_difference(one: Any, two: Any, where: str = "") -> tuple[str, Any, Any] | None:
+    if flatten(one)[1] == flatten(two)[1]:
+        return None
+    if type(one) is type(two) and isinstance(one, list | tuple | dict):
+        keys = list(one) if isinstance(one, dict) else range(len(one))
+        if one.keys() == two.keys() if isinstance(one, dict) else len(one) == len(two):
+            found = (_first_difference(one[key], two[key], f"{where}[{key!r}]") for key in keys)
+            return next(filter(None, found), (where, one, two))
+    return where, one, two
+
+
+def _said(nest: Any) -> str:
+    name = type(nest).__name__
+    if isinstance(nest, dict):
+        return f"a {name} with the keys {list(nest)}"
+    return f"a {name} of length {len(nest)}" if isinstance(nest, list | tuple) else f"a value of type {name}"

@@ -74,8 +74,9 @@ def say_divided_twice(optimizer: object, records: Sequence[Record]) -> None:
         f"a loss divided twice {id(store)}",
         "compute_average_loss divides by the global batch, so that the replicas' losses add up; but for "
         f"{type(optimizer).__name__} of torch.optim backward() takes the mean over the {replicas} replicas, so the "
-        f"gradients are 1/{replicas} of those of one device. Use the mean loss of the replica's share, or call "
-        'strategy.set_gradient_policy(scale="SUM") before the first step (README.md, "SUM or MEAN").',
+        f"gradients are 1/{replicas} of those of one device, unless the program scales them itself. Use the mean "
+        'loss of the replica\'s share, or call strategy.set_gradient_policy(scale="SUM") before the '
+        'first step (README.md, "SUM or MEAN").',
     )
 
 

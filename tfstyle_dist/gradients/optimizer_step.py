@@ -64,12 +64,14 @@ class UpdateRunner:
         strategy = self._strategy()
         if strategy is None:
             return None
-        if isinstance(optimizer, torch.optim.LBFGS):
+        replica = replica_of(strategy)
+        # Outside of run in one process there is one step, and what it wrote reaches all replicas.
+        if isinstance(optimizer, torch.optim.LBFGS) and (replica is not None or strategy.worker.group.size > 1):
             raise RuntimeError(
                 "torch.optim.LBFGS calls its closure a different number of times on each replica, so the replicas "
-                "would not make the same calls. Use a first-order optimizer, or run LBFGS under OneDeviceStrategy."
+                "would not make the same calls. Use a first-order optimizer, or run LBFGS under OneDeviceStrategy; in "
+                "one process it may step outside of strategy.run, on the whole batch."
             )
-        replica = replica_of(strategy)
         number = 0 if replica is None else replica.local_replica_id
         if replica is not None and torch_internals.backward_pass_under_way() != -1:
             raise RuntimeError(

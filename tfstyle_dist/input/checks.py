@@ -73,6 +73,17 @@ def own_reading(kind: type[DataLoader[Any]]) -> str:
     return ""
 
 
+def batches_of(loader: DataLoader[Any]) -> int | None:
+    """How many batches a DataLoader says it has; ``None`` where it does not know, or reads what may have fewer."""
+    unsure = own_reading(type(loader)) and type(loader).__len__ is DataLoader.__len__
+    if unsure or isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a batch sampler without a length
+        return None
+
+
 def refuse_indices(dataset: Any, policy: AutoShardPolicy, workers: int) -> None:
     """Raises ValueError for a dataset with indices under a policy that deals out streams."""
     own_stream = policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT) and workers > 1

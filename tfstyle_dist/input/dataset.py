@@ -79,11 +79,11 @@ class DistributedDataset:
             TypeError: the number is not known without reading.
         """
         steps = self.pipeline.steps_per_epoch()
-        if steps is None or (self.layout.workers > 1 and not self.pipeline.same_on_all):
+        if steps is None or (self.layout.workers > 1 and not (self.pipeline.same_on_all or self.pipeline.compares)):
             raise TypeError(
-                "The number of steps of this distributed dataset is not known in advance: it reads a stream. Iterate "
-                "over it, or give a map-style Dataset with global_batch_size=, a DataLoader over one, or a list of "
-                "batches."
+                "The number of steps of this distributed dataset is not known in advance: what it reads has no length. "
+                "Iterate over it, or give a map-style Dataset with global_batch_size=, a DataLoader over one (a batch "
+                "sampler of your own needs __len__), or a list of batches."
             )
         return steps
 

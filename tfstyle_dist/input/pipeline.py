@@ -105,6 +105,7 @@ class BatchPipeline(Pipeline):
         length: batches of an epoch, when that is certain.
         batch_size: examples of a full batch; default: those of the first one.
         samples: of a full batch; ``None`` where that is not known, or where lists are known to hold fields.
+        said: asks for the length of the next epoch where it is not certain.
     """
 
     def __init__(
@@ -115,7 +116,9 @@ class BatchPipeline(Pipeline):
         length: int | None = None,
         batch_size: int | None = None,
         samples: int | None = None,
+        said: Callable[[], int | None] | None = None,
     ) -> None:
+        self._said = said
         self._batch_size, self._samples = batch_size or 0, samples or 0
         self._source, self.layout, self._policy, self._length = source, layout, policy, length
         own_stream = policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
@@ -127,6 +130,8 @@ class BatchPipeline(Pipeline):
     def steps_per_epoch(self) -> int | None:
         """See ``Pipeline``; known where a batch is a step."""
         single = self.layout.workers == 1 or self._policy is AutoShardPolicy.DATA
+        if single and self._said is not None:
+            return self._said()
         return self._length if single else None
 
     def facts(self) -> dict[str, Any]:

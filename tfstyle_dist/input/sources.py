@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch.utils.data import (
@@ -16,6 +17,7 @@ from torch.utils.data import (
 )
 
 from tfstyle_dist.input.checks import (
+    batches_of,
     check_batch_size,
     own_reading,
     refuse,
@@ -250,7 +252,8 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
     size = size if isinstance(size, int) else None
     fields = getattr(source, "collate_fn", None) is default_collate  # in its lists
     samples = None if fields else size or _samples_of(getattr(source, "batch_sampler", None))
-    pipeline = BatchPipeline(_Epochs(source, seeds), layout, policy, length, size, samples)
+    said = None if loader is None else partial(batches_of, loader)
+    pipeline = BatchPipeline(_Epochs(source, seeds), layout, policy, length, size, samples, said)
     return Plan(pipeline, policy, size, None, reads, files, notes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -44,6 +45,24 @@ def as_reducible(leaf: Any, what: str) -> torch.Tensor:
     )
 
 
+def of_result(leaf: Any, what: str) -> torch.Tensor:
+    """The tensor of what a replica returned from ``run``, which may be one of Python's numbers, too.
+
+    Raises:
+        ValueError: neither a tensor nor a number, or a number that does not fit into a tensor.
+        InvalidArgumentError: a layout that cannot be combined.
+    """
+    if not isinstance(leaf, numbers.Number) or isinstance(leaf, np.generic):
+        return as_reducible(leaf, what)
+    try:
+        return torch.as_tensor(leaf)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{leaf!r} ({type(leaf).__name__}) does not fit into a tensor, by which replicas tell each other their "
+            "values. Give a smaller whole number, or a float."
+        ) from error
+
+
 def of_one_replica(value: Any) -> Any:
     """What one replica gets of a value that is reduced over itself alone.
 
@@ -52,6 +71,19 @@ def of_one_replica(value: Any) -> Any:
     if not any(isinstance(leaf, Variable) for leaf in nest.leaves(value)):
         return value
     return nest.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, Variable) else leaf, value)
+
+
+def refuse_whole_numbers(parts: Sequence[Any]) -> None:
+    """Raises ValueError for whole numbers of Python to be summed: ``run`` gives equal ones of its replicas as one.
+
+    So a sum of counts would be refused in the steps alone in which they happen to be equal.
+    """
+    if len(parts) > 1 and any(isinstance(part, int) for part in parts):
+        raise ValueError(
+            f"The whole numbers {', '.join(map(repr, parts))} of the replicas cannot be reduced with SUM: where they "
+            "are equal, strategy.run gives one number, which is not told from a constant. Return a tensor, "
+            "torch.tensor(number), from strategy.run."
+        )
 
 
 def parts_on_this_worker(worker: Worker, value: Any, same_everywhere: bool) -> list[Any] | None:
@@ -68,28 +100,16 @@ def parts_on_this_worker(worker: Worker, value: Any, same_everywhere: bool) -> l
     kinds = (torch.Tensor, IndexedSlices, np.ndarray, np.generic, numbers.Number)
     if worker.group.size == 1 or not isinstance(value, kinds) or (count > 1 and not same_everywhere):
         return None
-    if isinstance(value, numbers.Number) and not isinstance(value, np.generic):
-        value = _number(value)
     return [value] * count
 
 
-def _number(value: Any) -> torch.Tensor:
-    try:
-        return torch.as_tensor(value)
-    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{value!r} ({type(value).__name__}) does not fit into a tensor, by which workers tell each other their "
-            "values. Give a smaller whole number, or a float."
-        ) from error
-
-
 def per_replica_tensors(value: Any, count: int, what: str = "reduce") -> list[torch.Tensor]:
-    """One tensor for each local replica; a plain tensor counts as identical on all."""
+    """One tensor for each local replica; a plain tensor or number counts as identical on all."""
     if isinstance(value, PerReplica):
-        return [as_reducible(v, what) for v in value.values]
+        return [of_result(v, what) for v in value.values]
     if isinstance(value, Variable) and len(value._tfstyle_record.components) == count:
         return [c.detach() for c in value._tfstyle_record.components]
-    return [as_reducible(value, what)] * count
+    return [of_result(value, what)] * count
 
 
 def has_rows(leaf: Any) -> bool:
@@ -115,5 +135,9 @@ def check_axis(tensor: torch.Tensor, axis: Any) -> None:
         dimensions = f"use a dimension from 0 to {tensor.dim() - 1}; negative axes are not accepted"
         raise InvalidArgumentError(
             f"axis {axis} does not fit a value of rank {tensor.dim()} and shape {tuple(tensor.shape)}: "
-            + (f"{dimensions}." if tensor.dim() else "a scalar needs value.reshape(1) first.")
+            + (
+                f"{dimensions}."
+                if tensor.dim()
+                else "a scalar needs value.reshape(1) first, a number torch.tensor([x])."
+            )
         )

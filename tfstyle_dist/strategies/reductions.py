@@ -21,12 +21,13 @@ from tfstyle_dist.cross_device_ops.rows import reduce_rows
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 from tfstyle_dist.strategies.along_axis import axes_of, mean_of, sum_along
 from tfstyle_dist.strategies.leaves import (
-    as_reducible,
     check_axis,
     has_rows,
+    of_result,
     parts_on_this_worker,
     per_replica_tensors,
     refuse_rows,
+    refuse_whole_numbers,
 )
 from tfstyle_dist.values import IndexedSlices, PerReplica, local_results, may_be_nan, shares_of_results, without_nothing
 from tfstyle_dist.variables import DistributedVariable, Variable
@@ -201,10 +202,12 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
     parts: Sequence[Any] | None = value.values if isinstance(value, PerReplica) else None
     if parts is None:
         parts = parts_on_this_worker(strategy.worker, value, op is ReduceOp.MEAN)
+    elif op is ReduceOp.SUM:
+        refuse_whole_numbers(parts)
     if parts is not None and all(isinstance(part, IndexedSlices) for part in parts):
         return reduce_rows(strategy.worker, op, parts)
     if parts is not None:
-        return _reduce_results(strategy, op, [as_reducible(part, "reduce") for part in parts])
+        return _reduce_results(strategy, op, [of_result(part, "reduce") for part in parts])
     if op is ReduceOp.MEAN and value is not None:
         return value
     raise ValueError(
@@ -253,7 +256,7 @@ def gather_value(strategy: Strategy, value: Any, axis: int) -> Any:
         parts = parts_on_this_worker(worker, value, True)
         if parts is None:
             return value  # the same on all replicas: there is nothing to gather, as in TensorFlow
-        tensors = [as_reducible(parts[0], "gather")]  # one for each worker, as in TensorFlow
+        tensors = [of_result(parts[0], "gather")]  # one for each worker, as in TensorFlow
     for tensor in tensors:
         check_axis(tensor, axis)
     with torch.no_grad():

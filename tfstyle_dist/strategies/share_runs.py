@@ -46,7 +46,7 @@ def of_share(
     if share.examples:
         result = fn(*arguments, **keywords)
     else:
-        with _statistics_kept(context):
+        with _statistics_kept(context), _empty_share_told():
             result = fn(*arguments, **keywords)
     note_what_it_gives(context, result)
     return result
@@ -63,6 +63,19 @@ def note_what_it_gives(context: ReplicaContext, value: Any) -> None:
     if share is not None and share.some_empty:
         for leaf in nest.leaves(value):
             note_result(leaf, share)
+
+
+@contextmanager
+def _empty_share_told() -> Iterator[None]:
+    """Adds to an error of a step that it got no example: not every function takes an empty tensor."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            "[tfstyle_dist] this replica's share of the batch was empty. Leave out there what cannot take an empty "
+            "tensor, such as the update of some metrics: if len(x) > 0: metric.update(...)"
+        )
+        raise
 
 
 @contextmanager

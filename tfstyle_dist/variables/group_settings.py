@@ -20,6 +20,7 @@ Place = tuple[int, int, str]
 """An optimizer by its ``id``, the number of a group, and the name of a setting."""
 _PARAMETERS = "params"
 _NO_SETTINGS = "param_names"
+_ALL_GROUPS = -1, "number"
 _ONE_OPTIMIZER = (
     "Under central storage there is one optimizer for all replicas: the others find its parameters, and its state, as "
     "they are then. Do it after strategy.run(...), or use MirroredStrategy, where each replica has its own."
@@ -177,9 +178,9 @@ class GroupSettings:
         found, marks = self._found, self._marks
         gone = [place for place in found if place not in now]
         others = [p for p, value in now.items() if p in marks or value is not found.get(p, GONE)]
-        return gone + [
-            p for p in others if (marks[p] if p in marks else mark_of(found.get(p, GONE))) != _mark_at(p, now[p])
-        ]
+        known = {p: marks[p] if p in marks else mark_of(found.get(p, GONE)) for p in others}
+        written = gone + [p for p in others if known[p] != _mark_at(p, now[p])]
+        return sorted(written, key=lambda place: place[1:] != _ALL_GROUPS)  # where groups go, others move up
 
     def _now(self) -> dict[Place, Any]:
         found: dict[Place, Any] = {}
@@ -197,6 +198,12 @@ class GroupSettings:
     def _said(self, place: Place, change: _Change, then: int, after: Value, lent: bool) -> str:
         number, group, name = place
         setting = f"{type(self._optimizer(number)).__name__}.param_groups[{group}]"
+        if place[1:] == _ALL_GROUPS:
+            return (
+                f"The parameter groups of {type(self._optimizer(number)).__name__} were {change.before}, then "
+                f"{change.after} by replica {change.replica}, and {after} by replica {then}, in one call of "
+                f"strategy.run: groups are removed and added once for each replica. {_ONE_OPTIMIZER}"
+            )
         if name == _PARAMETERS:
             return (
                 f"The parameters of {setting} were exchanged by replica {change.replica} and then by replica {then} in "
@@ -219,7 +226,7 @@ class GroupSettings:
 
 def _settings(number: int, optimizer: Any) -> dict[Place, Any]:
     groups = getattr(optimizer, "param_groups", ())  # a wrapper may have none
-    return {
+    return {(number, *_ALL_GROUPS): len(groups)} | {
         (number, place, name): value
         for place, group in enumerate(groups)
         for name, value in group.items()

@@ -1,14 +1,16 @@
-"""Metrics of torchmetrics: each replica counts what it sees, and ``compute`` joins what all have counted.
+"""Metrics of torchmetrics and torcheval: each replica counts what it sees, and ``compute`` joins what all have counted.
 
 Between processes torchmetrics does so through ``torch.distributed``. Several replicas of one process are one process
 there, so each metric is given the function for it that its constructor takes (``dist_sync_fn``). Outside of ``run``
 every replica makes ``compute``, ``reset`` is one for all of them, and an ``update`` counts once, not once for each.
+A metric of torcheval merges those of the others (``merge_state``).
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +23,14 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 _MOST_DIMENSIONS = 8
 
 
-def _is_metric(thing: Any) -> bool:
+def _is_of_torchmetrics(thing: Any) -> bool:
     return (
         isinstance(thing, torch.nn.Module) and hasattr(type(thing), "metric_state") and hasattr(thing, "dist_sync_fn")
     )
+
+
+def _is_of_torcheval(thing: Any) -> bool:
+    return isinstance(vars(thing).get("_state_name_to_default"), dict) and hasattr(type(thing), "merge_state")
 
 
 class Contents(Protocol):
@@ -50,20 +56,50 @@ class JointMetric:
         contents: of the strategy.
     """
 
+    methods: tuple[str, ...] = "compute", "reset", "forward", "update", "sync", "unsync"
+
     def __init__(self, metric: Any, content: ObjectContent, contents: Contents) -> None:
         self._metric, self._content, self._contents = weakref.ref(metric), content, weakref.ref(contents)
         self._counts = False  # a batch, for ``forward``
-        self._reset, content.own = metric.reset, frozenset(metric.metric_state)
-        now: dict[str, Any] = {n: _Method(metric, n, getattr(self, n)) for n in ("compute", "reset", "forward")}
-        now.update(distributed_available_fn=_in_a_replica, dist_sync_fn=of_all_replicas)
+        self._counted = False  # something since ``reset``, while the strategy was there
+        self._reset, content.own = metric.reset, frozenset(self._state_of(metric))
+        now: dict[str, Any] = {n: _Method(metric, n, getattr(self, n)) for n in self.methods}
+        now.update(self._settings())
         for attributes in content.dicts:
             attributes.update(now)
         self.reset_others()  # what was counted so far counts once
+
+    def _state_of(self, metric: Any) -> Mapping[str, Any]:
+        return metric.metric_state  # type: ignore[no-any-return]
+
+    def _settings(self) -> dict[str, Any]:
+        return {"distributed_available_fn": _in_a_replica, "dist_sync_fn": of_all_replicas}
+
+    def _living(self) -> Contents | None:
+        """The contents.
+
+        Raises:
+            RuntimeError: they are gone, and with them what the other replicas counted.
+        """
+        contents = self._contents()
+        if contents is None and self._counted:
+            raise RuntimeError(
+                f"The strategy whose replicas updated this {type(self._metric()).__name__} is gone, and with it what "
+                "they counted: what is left is the part of one replica. Call compute() while a variable refers to the "
+                "strategy, or reset() before you count anew."
+            )
+        return contents
+
+    def update(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Counts a batch."""
+        self._counted = self._counted or self._contents() is not None
+        return own(*args, **kwargs)
 
     def reset(self, own: Callable[..., Any]) -> Any:
         """Sets the counts of all replicas back."""
         if not self._counts:
             self.reset_others()
+            self._counted = False
         return own()
 
     def reset_others(self) -> None:
@@ -90,8 +126,10 @@ class JointMetric:
 
     def compute(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Has every replica compute what all of them have counted."""
-        contents = self._contents()
-        if contents is None or self._counts:
+        metric = self._metric()
+        if self._counts or (self._contents() is None and metric is not None and metric._computed is not None):
+            return own(*args, **kwargs)
+        if (contents := self._living()) is None:
             return own(*args, **kwargs)
         found: list[Any] = []
         collections = [thing for thing, _ in contents.objects() if self._is_in(thing)]
@@ -104,8 +142,79 @@ class JointMetric:
         contents.run(compute)
         return found[0]
 
+    def sync(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Shows what all replicas have counted; outside of ``run`` every replica does so."""
+        by = {"dist_sync_fn": of_all_replicas} if not args and kwargs.get("dist_sync_fn") is None else {}
+        self._in_all(own, *args, **{**kwargs, **by})
+
+    def unsync(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Shows what each replica has counted itself."""
+        self._in_all(own, *args, **kwargs)
+
+    def _in_all(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if _replica() is not None or self._counts or (contents := self._living()) is None:
+            own(*args, **kwargs)
+        else:
+            contents.run(lambda: own(*args, **kwargs))
+
     def _is_in(self, thing: Any) -> bool:
         return hasattr(type(thing), "compute_groups") and any(m is self._metric() for m in thing.children())
+
+
+class MergedMetric(JointMetric):
+    """The same for a metric of torcheval.
+
+    Args:
+        metric: its attributes are content.
+        content: these attributes, of each replica.
+        contents: of the strategy.
+    """
+
+    methods = "compute", "reset", "update", "state_dict", "load_state_dict", "_prepare_for_merge_state"
+
+    def _state_of(self, metric: Any) -> Mapping[str, Any]:
+        return metric._state_name_to_default  # type: ignore[no-any-return]
+
+    def _settings(self) -> dict[str, Any]:
+        return {}
+
+    def compute(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What all replicas have counted, computed."""
+        return self._of_all("compute", own, *args, **kwargs)
+
+    def state_dict(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What all replicas have counted, to be saved."""
+        return self._of_all("state_dict", own, *args, **kwargs)
+
+    def load_state_dict(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Takes what was saved instead of what all have counted."""
+        self.reset_others()
+        self._counted = False
+        own(*args, **kwargs)
+
+    def _prepare_for_merge_state(self, own: Callable[..., Any]) -> None:
+        """Before torcheval sends to other workers what the metric shows: all that this worker's replicas counted."""
+        own()
+        metric, contents = self._metric(), self._living()
+        if metric is not None and contents is not None:
+            copies = self._copies(contents)
+            del copies[contents.shown]
+            metric.merge_state(copies)
+            self.reset_others()
+
+    def _copies(self, contents: Contents) -> list[Any]:
+        copies: list[Any] = []
+        contents.run(lambda: copies.append(copy.deepcopy(self._metric())))
+        return copies
+
+    def _of_all(self, name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if (contents := self._living()) is None:
+            return own(*args, **kwargs)
+        copies = self._copies(contents)
+        return getattr(copies[0].merge_state(copies[1:]), name)(*args, **kwargs)
+
+
+_IN_REPLICAS_TOO = frozenset({"update", "sync"})
 
 
 class _Method:
@@ -115,8 +224,7 @@ class _Method:
         self._metric, self._name, self._own, self._outside = metric, name, getattr(metric, name), outside
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frame = current_frame()
-        if frame is not None and frame.replica is not None:
+        if _replica() is not None and self._name not in _IN_REPLICAS_TOO:
             return self._own(*args, **kwargs)
         return self._outside(self._own, *args, **kwargs)
 
@@ -134,13 +242,20 @@ def bind(thing: Any, content: ObjectContent, contents: Contents) -> None:
         content: its attributes, of each replica.
         contents: of the strategy.
     """
-    if _is_metric(thing) and thing.dist_sync_fn in (None, of_all_replicas) and thing.process_group is None:
+    if _is_of_torcheval(thing):
+        MergedMetric(thing, content, contents)
+    elif _is_of_torchmetrics(thing) and thing.dist_sync_fn in (None, of_all_replicas) and thing.process_group is None:
         JointMetric(thing, content, contents)
 
 
-def _in_a_replica() -> bool:
+def _replica() -> Any:
     frame = current_frame()
-    return frame is not None and frame.replica is not None and frame.replica.num_replicas_in_sync > 1
+    return None if frame is None else frame.replica
+
+
+def _in_a_replica() -> bool:
+    replica = _replica()
+    return replica is not None and replica.num_replicas_in_sync > 1
 
 
 def of_all_replicas(value: torch.Tensor, group: None = None) -> list[torch.Tensor]:
@@ -150,9 +265,7 @@ def of_all_replicas(value: torch.Tensor, group: None = None) -> list[torch.Tenso
         value: of any shape, which need not be that of the others.
         group: torchmetrics' name for a part of the processes; none.
     """
-    frame = current_frame()
-    assert frame is not None
-    replica = frame.replica
+    replica = _replica()
     assert replica is not None
     about = [_DTYPES.index(value.dtype), value.dim(), *value.shape]
     mine = torch.tensor([about + [0] * (_MOST_DIMENSIONS + 2 - len(about))], device=value.device)

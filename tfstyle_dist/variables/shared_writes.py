@@ -50,13 +50,20 @@ class _Values:
         if in_place and address_of(parameter) != address_of(self.memory):
             parameter.data = self.memory
         with torch.no_grad():
-            (parameter.data if in_place else parameter.detach()).copy_(self.values)
+            memory = parameter.data if in_place else parameter.detach()
+            _once(memory, memory).copy_(_once(self.values, memory))
         if in_place:
             self.put_version(parameter)
 
     def put_version(self, parameter: torch.Tensor) -> None:
         """Says of a parameter that has these values that it was written to as often as then."""
         torch_internals.set_versions((parameter,), (self.version,))
+
+
+def _once(values: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Of ``values`` one for each place in ``memory``, which ``expand`` may have made of fewer."""
+    strides = memory.stride() if memory.layout is torch.strided else ()
+    return values[tuple(slice(None if stride else 1) for stride in strides)] if 0 in strides else values
 
 
 @dataclass(slots=True)
