@@ -29,6 +29,7 @@ from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.running import report_failure
 from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.copies import count_as_containers
 
@@ -136,9 +137,7 @@ def _running(strategy: Strategy, model: Any) -> Iterator[Steps]:
         try:
             yield steps
         except BaseException as error:
-            group = strategy.worker.group
-            if group.size > 1 and error is not group.errored():
-                group.report_failure(f"{type(error).__name__}: {error}")
+            report_failure(strategy, error)
             raise
 
 

@@ -13,7 +13,7 @@ from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.integrations.keras import travel
 from tfstyle_dist.integrations.keras.assigned import assign_once
 from tfstyle_dist.integrations.keras.backend import keras
-from tfstyle_dist.integrations.keras.share import CURRENT
+from tfstyle_dist.integrations.keras.share import CURRENT, part_of_sum
 from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.strategies.base import Strategy
@@ -58,10 +58,8 @@ class MetricState(DistributedVariable):
         """Divides a value that all workers agree on among the replicas."""
         record = self._tfstyle_record
         worker = record.store.worker
-        whole = not (total.is_floating_point() or total.is_complex())
-        share = total // worker.num_replicas if whole else total / worker.num_replicas
         for replica, component in enumerate(record.components):
-            own = total - share * (worker.num_replicas - 1) if whole and worker.replica_id(replica) == 0 else share
+            own = part_of_sum(total, worker.replica_id(replica), worker.num_replicas)
             write_component(component, "assign", own)
         self._tfstyle_sum = (record.store.runs, total.clone())
 
