@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from tfstyle_dist.core.raw_bytes import bytes_of
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import current_replica
 from tfstyle_dist.variables.object_content import ObjectContent
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -115,8 +115,7 @@ class _Method:
         self._metric, self._name, self._own, self._outside = metric, name, getattr(metric, name), outside
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frame = current_frame()
-        if frame is not None and frame.replica is not None:
+        if current_replica() is not None:
             return self._own(*args, **kwargs)
         return self._outside(self._own, *args, **kwargs)
 
@@ -139,8 +138,8 @@ def bind(thing: Any, content: ObjectContent, contents: Contents) -> None:
 
 
 def _in_a_replica() -> bool:
-    frame = current_frame()
-    return frame is not None and frame.replica is not None and frame.replica.num_replicas_in_sync > 1
+    replica = current_replica()
+    return replica is not None and replica.num_replicas_in_sync > 1
 
 
 def of_all_replicas(value: torch.Tensor, group: None = None) -> list[torch.Tensor]:
@@ -150,9 +149,7 @@ def of_all_replicas(value: torch.Tensor, group: None = None) -> list[torch.Tenso
         value: of any shape, which need not be that of the others.
         group: torchmetrics' name for a part of the processes; none.
     """
-    frame = current_frame()
-    assert frame is not None
-    replica = frame.replica
+    replica = current_replica()
     assert replica is not None
     about = [_DTYPES.index(value.dtype), value.dim(), *value.shape]
     mine = torch.tensor([about + [0] * (_MOST_DIMENSIONS + 2 - len(about))], device=value.device)

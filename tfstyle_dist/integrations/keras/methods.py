@@ -25,7 +25,7 @@ from tfstyle_dist.integrations.keras.refusals import refuse_divided, refuse_stat
 from tfstyle_dist.integrations.keras.servers import fit_on_servers
 from tfstyle_dist.integrations.keras.steps import Steps, bring_to, divided
 from tfstyle_dist.integrations.keras.wrapping import wrap
-from tfstyle_dist.runtime.context import current_frame, mixing_error
+from tfstyle_dist.runtime.context import current_frame, current_replica, mixing_error
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
@@ -95,8 +95,7 @@ def _distributing(model: Any, method: str, given: Any) -> Strategy | None:
 @contextmanager
 def _on_its_device(model: Any) -> Iterator[None]:
     """A strategy of one replica computes on its device, whichever one Keras would take."""
-    strategy, frame = strategy_of(model), current_frame()
-    inside = ALONE.active or (frame is not None and frame.replica is not None)
+    strategy, inside = strategy_of(model), ALONE.active or current_replica() is not None
     if strategy is None or inside or strategy.num_replicas_in_sync > 1 or isinstance(strategy, ParameterServerStrategy):
         yield
         return
