@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -101,6 +102,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         parts[is_quick(item.path, item.get_closest_marker("slow") is not None)].append(item)
     items[:] = parts[part == "quick"]
     config.hook.pytest_deselected(items=parts[part != "quick"])
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives as long as the session: no collection looks at it again, as many tests ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

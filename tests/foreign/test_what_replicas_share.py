@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from this_replica import replica
 from torch import nn
 
 import tfstyle_dist as tfd
@@ -18,12 +19,6 @@ from tfstyle_dist.core.errors import CollectiveMismatchError
 FORMS = pytest.mark.parametrize(
     "process_model", ["in_process", pytest.param("ranks", marks=pytest.mark.distributed(workers=2))]
 )
-
-
-def replica() -> int:
-    context = tfd.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 def values(strategy: Any, function: Any) -> list[Any]:

@@ -24,6 +24,7 @@ from tfstyle_dist.parameter_server.protocol.header import (
     pack_numbers,
     unpack_error,
     unpack_json,
+    unpack_numbers,
 )
 from tfstyle_dist.parameter_server.protocol.operations import DTYPES, Op, Operation, pack_operations, unpack_operations
 from tfstyle_dist.parameter_server.server.calls import ServerState
@@ -86,7 +87,7 @@ def test_tables_and_numbers(data: bytes) -> None:
         assert len(packed) == len(data)
         assert unpack_operations(packed) == operations
     try:
-        assert pack_numbers(messages.numbers(data)) == data
+        assert pack_numbers(unpack_numbers(data)) == data
     except ProtocolError:
         assert len(data) % 8
 
@@ -215,6 +216,6 @@ def test_results(sizes: list[int], frames: list[bytes]) -> None:
     """The result of a function: its value, or an error of the protocol."""
     meta = struct.pack(f"<{len(sizes)}Q", *sizes)
     try:
-        messages.value_of(byte_streams.join(messages.numbers(meta), frames))
+        messages.value_of(byte_streams.join(unpack_numbers(meta), frames))
     except (ProtocolError, DataLossError):
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,19 @@ def said_by(*arguments: str, count: int = 2, **environment: str) -> list[dict[st
     return said
 
 
+@cache
+def said_of_all(implementation: str) -> list[dict[str, Any]]:
+    """What they say of three parts: they are started once for these."""
+    return said_by("train,values,everyday", implementation)
+
+
+def said_of(part: str, implementation: str) -> list[dict[str, Any]]:
+    return [facts for facts in said_of_all(implementation) if facts["part"] == part]
+
+
 @over_both
 def test_ranks_stay_equal(implementation: str) -> None:
-    said = said_by("train", implementation)
+    said = said_of("train", implementation)
     for kind in ("plain", "checkpoint", "reentrant"):
         first, second = sorted((s for s in said if s.get("kind") == kind), key=lambda s: s["rank"])
         assert first["weights"] == second["weights"]
@@ -43,7 +54,7 @@ def test_ranks_stay_equal(implementation: str) -> None:
 
 @over_both
 def test_values_of_the_cpu_and_of_devices_are_reduced(implementation: str) -> None:
-    said = said_by("values", implementation)
+    said = said_of("values", implementation)
     expected = {
         "reduce": [3.0] * 4,
         "reduce of a CPU value": [6.0],
@@ -70,7 +81,7 @@ def test_values_of_the_cpu_and_of_devices_are_reduced(implementation: str) -> No
 @over_both
 def test_loops_of_users_train_as_one_device(implementation: str) -> None:
     """Shares that differ weigh by their examples, SyncBatchNorm sees all of them, a checkpoint goes on bit for bit."""
-    said = said_by("everyday", implementation)
+    said = said_of("everyday", implementation)
     for name, rows in (("SyncBatchNorm", 11), ("an empty share", 9)):
         first, second = sorted((s for s in said if s["name"] == name), key=lambda s: s["rank"])
         assert first["weights"] == second["weights"]

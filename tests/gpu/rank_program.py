@@ -1,4 +1,4 @@
-"""Ranks on devices, of their own where there are enough; started with what to show."""
+"""Ranks on devices, of their own where there are enough; started with what to show, one part or several."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def library_name() -> str:
 
 
 def say(**facts: Any) -> None:
-    sys.stdout.write(json.dumps({"rank": RANK, **facts}) + "\n")
+    sys.stdout.write(json.dumps({"part": part, "rank": RANK, **facts}) + "\n")
     sys.stdout.flush()
 
 
@@ -277,6 +277,6 @@ if __name__ == "__main__":
         from pretend_accelerator.collectives import register
 
         register()
-    {"train": train, "values": values, "everyday": everyday, "library": library, "lost": lost, "together": together}[
-        sys.argv[1]
-    ](sys.argv[2])
+    parts = {part.__name__: part for part in (train, values, everyday, library, lost, together)}
+    for part in sys.argv[1].split(","):
+        parts[part](sys.argv[2])

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from this_replica import replica
 from torch import nn
-from two_replicas import replica
 
 import tfstyle_dist as td
 from tfstyle_dist.comm.collectives.flat import Flat

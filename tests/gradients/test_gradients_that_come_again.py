@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from this_replica import replica
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from two_replicas import assert_all_close, flat_gradients, gradients, plain, replica
+from two_replicas import assert_all_close, flat_gradients, gradients, plain
 
 import tfstyle_dist as td
 

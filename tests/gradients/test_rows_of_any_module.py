@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from this_replica import replica
 from torch import nn
 from torch.nn import functional
-from two_replicas import assert_all_close, built, flat_gradients, flat_weights, gradients, plain, replica, weights
+from two_replicas import assert_all_close, built, flat_gradients, flat_weights, gradients, plain, weights
 
 import tfstyle_dist as td
 

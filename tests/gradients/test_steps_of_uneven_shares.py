@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from this_replica import replica
 from torch import nn
-from two_replicas import both_process_models, replica
+from two_replicas import both_process_models
 from uneven_shares import built, close, flat, gradients_of, plain_gradients, rows
 
 import tfstyle_dist as td

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from this_replica import replica
 from torch import nn
-from two_replicas import assert_all_close, flat_gradients, flat_weights, gradients, on_all, plain, replica, weights
+from two_replicas import assert_all_close, flat_gradients, flat_weights, gradients, on_all, plain, weights
 
 import tfstyle_dist as td
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from this_replica import replica
 from torch import nn
 
 import tfstyle_dist as td
@@ -16,13 +17,6 @@ both_process_models = pytest.mark.parametrize(
     "process_model", ["in_process", pytest.param("ranks", marks=pytest.mark.distributed(workers=2))]
 )
 """Runs a test that takes ``strategy`` twice: with two replicas in this process, and as two ranks."""
-
-
-def replica() -> int:
-    """The number of the replica that asks."""
-    context = td.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 def built(strategy: td.Strategy, build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

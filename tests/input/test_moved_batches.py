@@ -29,6 +29,11 @@ def one() -> Iterator[td.Strategy]:
         yield strategy
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_frozen() -> None:
+    gc.unfreeze()  # what ``conftest.py`` has frozen
+
+
 def place_of(strategy: td.Strategy) -> torch.device:
     return strategy.worker.torch_device(0)
 

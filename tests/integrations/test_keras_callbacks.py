@@ -10,8 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import torch
-from keras_models import QUIET, dense, digits, weights_of
+from keras_models import QUIET, dense, digits, everywhere, weights_of
 
 import tfstyle_dist as tfd
 from tfstyle_dist.integrations.keras import TensorBoard
@@ -25,12 +24,6 @@ def made(strategy: tfd.Strategy, *layers: Any, **compiled: Any) -> keras.Model:
     keras.utils.set_random_seed(1)
     with strategy.scope():
         return dense(*layers, **compiled)
-
-
-def everywhere(strategy: tfd.Strategy, numbers: Any) -> np.ndarray:
-    """A row of numbers of each worker."""
-    mine = torch.as_tensor(np.ravel(np.asarray(numbers, dtype=np.float64)))[None]
-    return strategy.gather(strategy.run(lambda: mine), axis=0).cpu().numpy()
 
 
 class Log(keras.callbacks.Callback):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from keras_models import QUIET, weights_of
+from this_replica import replica
 
 import tfstyle_dist as tfd
 from tfstyle_dist.core.errors import CollectiveMismatchError
@@ -20,12 +21,6 @@ pytestmark = QUIET
 TWO = strategy_combinations("mirrored_2", "mirrored_2_workers")
 X = np.random.default_rng(0).random((64, 6), dtype=np.float32)
 Y = X.sum(1, keepdims=True)
-
-
-def replica() -> int:
-    context = tfd.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 class Guide(keras.Model):

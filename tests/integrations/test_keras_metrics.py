@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from keras_models import QUIET, central_ranks
+from this_replica import replica
 
 import tfstyle_dist as tfd
 from tfstyle_dist.testing.strategies import NamedStrategy, strategy_combinations
@@ -31,12 +32,6 @@ def folder(strategy: tfd.Strategy, request: pytest.FixtureRequest) -> Path:
     """One for all workers of the strategy."""
     found: Path = request.getfixturevalue("tmp_path" if strategy.worker.group.size == 1 else "shared_tmp_path")
     return found
-
-
-def replica() -> int:
-    context = tfd.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 @EVERY

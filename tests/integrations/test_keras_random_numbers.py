@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from keras_models import QUIET, SHUFFLES
+from keras_models import QUIET, SHUFFLES, everywhere
 
 import tfstyle_dist as tfd
 
@@ -40,12 +40,6 @@ def made(scope: Any, draws: bool) -> tuple[keras.Model, Draws]:
         model = keras.Sequential([keras.Input((6,)), layer, keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     return model, layer
-
-
-def everywhere(strategy: tfd.Strategy, numbers: Any) -> np.ndarray:
-    """A row of numbers of each worker."""
-    mine = torch.as_tensor(np.ravel(np.asarray(numbers, dtype=np.float64)))[None]
-    return strategy.gather(strategy.run(lambda: mine), axis=0).cpu().numpy()
 
 
 def test_steps_that_draw_leave_the_workers_alike(strategy: tfd.Strategy) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics as tm
+from this_replica import replica
 
 import tfstyle_dist as tfd
 from tfstyle_dist.testing.strategies import NamedStrategy, strategy_combinations
@@ -24,12 +25,6 @@ EVERY = strategy_combinations(
 )  # fmt: skip
 IN_ONE_PROCESS = strategy_combinations("mirrored_2", "mirrored_3", CENTRAL)
 CLASSES = 3
-
-
-def replica() -> int:
-    context = tfd.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 def batch(step: int, replicas: int) -> tuple[torch.Tensor, torch.Tensor]:

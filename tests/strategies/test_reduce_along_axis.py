@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from this_replica import replica
 
 import tfstyle_dist as td
 
@@ -126,12 +127,6 @@ def test_arrays_of_numpy_are_reduced_as_in_tensorflow() -> None:
         assert float(strategy.reduce("MEAN", strategy.run(lambda: np.float32(replica())), axis=None)) == 0.5
         total = strategy.run(lambda: td.get_replica_context().all_reduce("SUM", np.ones(2)))  # type: ignore[union-attr]
         assert strategy.experimental_local_results(total)[1].tolist() == [2.0, 2.0]
-
-
-def replica() -> int:
-    context = td.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from this_replica import replica
 
 import tfstyle_dist as tfd
 from tfstyle_dist import IndexedSlices, VariableAggregation, VariableSynchronization
@@ -22,12 +23,6 @@ def copies(strategy: tfd.Strategy, variable: Any) -> list[Any]:
 def three() -> Any:
     with tfd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
         yield strategy
-
-
-def replica() -> int:
-    context = tfd.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 def test_a_variable_that_is_added_to_itself_stays_the_same_everywhere(three: tfd.Strategy) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from this_replica import replica
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -18,12 +19,6 @@ import tfstyle_dist as td
 def strategy() -> Iterator[td.MirroredStrategy]:
     with td.MirroredStrategy(["cpu:0", "cpu:1"]) as made:
         yield made
-
-
-def number() -> int:
-    context = td.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 class Holder(nn.Module):
@@ -158,8 +153,8 @@ def test_the_mean_of_two_gradients_is_their_sum_over_two_to_the_last_bit(
 
     def step() -> torch.Tensor:
         model.zero_grad()
-        (model.weight * given[number()]).sum().abs().backward() if dtype.is_complex else (
-            model.weight * given[number()]
+        (model.weight * given[replica()]).sum().abs().backward() if dtype.is_complex else (
+            model.weight * given[replica()]
         ).sum().backward()
         assert model.weight.grad is not None
         return model.weight.grad

@@ -73,12 +73,12 @@ class ClosureQueue:
             for number in missing:
                 self._dependents.setdefault(number, []).append(closure)
             if not missing:
-                self._enqueue(closure)
+                self._line(closure).append(closure)
             return closure.result
 
-    def _enqueue(self, closure: Closure) -> None:
-        own = closure.worker
-        (self._waiting if own is None else self._pinned.setdefault(own, deque())).append(closure)
+    def _line(self, closure: Closure) -> deque[Closure]:
+        """Where it waits."""
+        return self._waiting if closure.worker is None else self._pinned.setdefault(closure.worker, deque())
 
     def is_wanted(self, closure: Closure) -> bool:
         """Whether another call waits for the result."""
@@ -180,8 +180,7 @@ class ClosureQueue:
                 if self._error is not None:
                     self._cancel(closure)
                 else:
-                    own = closure.worker
-                    (self._waiting if own is None else self._pinned.setdefault(own, deque())).appendleft(closure)
+                    self._line(closure).appendleft(closure)
             self.changed.notify_all()
 
     def finish(self, closure: Closure, value: Any, following: Iterable[Closure] = ()) -> None:
@@ -202,7 +201,7 @@ class ClosureQueue:
             for dependent in self._dependents.pop(closure.number, ()):
                 dependent.missing -= 1
                 if dependent.missing == 0:
-                    self._enqueue(dependent)
+                    self._line(dependent).append(dependent)
 
     def fail(self, closure: Closure, error: BaseException) -> None:
         """A call has raised: what waits is cancelled."""

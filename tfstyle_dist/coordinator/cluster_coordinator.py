@@ -13,7 +13,7 @@ from typing import Any
 
 from tfstyle_dist.coordinator.closure import CoordinatorStatistics
 from tfstyle_dist.coordinator.closure_queue import ClosureQueue
-from tfstyle_dist.coordinator.per_worker import PerWorkerDataset, PerWorkerResource, ReturnDataset
+from tfstyle_dist.coordinator.per_worker import PerWorkerDataset, PerWorkerResource, returning
 from tfstyle_dist.coordinator.references import Outgoing
 from tfstyle_dist.coordinator.remote_value import RemoteValue
 from tfstyle_dist.coordinator.worker_pool import IN_FLIGHT, WorkerPool
@@ -233,7 +233,7 @@ class ClusterCoordinator:
 
         Source: ``tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset``.
         """
-        dataset = PerWorkerDataset(dataset_fn if callable(dataset_fn) else ReturnDataset(dataset_fn))
+        dataset = PerWorkerDataset(dataset_fn if callable(dataset_fn) else returning(dataset_fn))
         self._keep_resource(dataset)
         return dataset
 

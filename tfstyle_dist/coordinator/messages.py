@@ -13,7 +13,6 @@ from tfstyle_dist.parameter_server.protocol.header import (
     pack_json,
     pack_message,
     pack_numbers,
-    unpack_numbers,
 )
 
 
@@ -58,15 +57,6 @@ def finished(low_water: int, below: int, unfinished: Sequence[tuple[int, int]]) 
     return pack_message(Header(Kind.ALIVE, 0, 0, low_water, meta_bytes=len(meta)), meta)
 
 
-def numbers(meta: Any) -> list[int]:
-    """The numbers of a meta part.
-
-    Raises:
-        ProtocolError: it is no list of numbers.
-    """
-    return unpack_numbers(meta)
-
-
 def result(closure: int, attempt: int, failed: bool, parts: Sequence[Any], flags: int = 0) -> list[Any]:
     """The message that ends a function: its pickled value or exception."""
     sizes, frames = byte_streams.split(parts)
@@ -75,11 +65,10 @@ def result(closure: int, attempt: int, failed: bool, parts: Sequence[Any], flags
     return [pack_message(Header(kind, closure, closure, 0, attempt, len(meta), 0, flags), meta), *frames]
 
 
-def call(meta: dict[str, Any], parts: Sequence[Any]) -> list[Any]:
+def call(meta: dict[str, Any], parts: Sequence[Any], kind: Kind = Kind.CALL, request: int = 0) -> list[Any]:
     """A message with named values and pickled parts."""
     sizes, frames = byte_streams.split(parts)
-    body = pack_json({**meta, "sizes": sizes})
-    return [pack_message(Header(Kind.CALL, 0, meta_bytes=len(body)), body), *frames]
+    return [plain(kind, {**meta, "sizes": sizes}, request), *frames]
 
 
 def plain(kind: Kind, meta: dict[str, Any] | None = None, request: int = 0) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from tfstyle_dist.core.errors import OutOfRangeError
@@ -58,7 +59,7 @@ class PerWorkerIterator(PerWorkerResource):
     """An iterator on each worker over its dataset."""
 
     def __init__(self, dataset: PerWorkerDataset) -> None:
-        super().__init__(MakeIterator(dataset))
+        super().__init__(partial(_iterate, dataset))
 
     def __iter__(self) -> PerWorkerIterator:
         """Itself."""
@@ -74,39 +75,27 @@ class PerWorkerIterator(PerWorkerResource):
     get_next = __next__
 
 
-class MakeIterator:
-    """Makes the iterator on the worker.
-
-    Args:
-        dataset: the per-worker dataset; on the worker, its own one.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __call__(self) -> WorkerIterator:
-        """Makes it."""
-        return WorkerIterator(iter(self.dataset))
-
-
-class ReturnDataset:
-    """A dataset object that was given in place of a function.
+def returning(dataset: Any) -> Callable[[], Any]:
+    """A function in place of which a dataset was given.
 
     Raises:
         TypeError: it cannot be iterated over.
     """
+    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            "create_per_worker_dataset takes a function that returns a dataset, or a dataset, got "
+            f"{dataset!r} ({type(dataset).__name__}). Give e.g. a DataLoader, or a function that makes one."
+        )
+    return partial(_itself, dataset)
 
-    def __init__(self, dataset: Any) -> None:
-        if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
-            raise TypeError(
-                "create_per_worker_dataset takes a function that returns a dataset, or a dataset, got "
-                f"{dataset!r} ({type(dataset).__name__}). Give e.g. a DataLoader, or a function that makes one."
-            )
-        self.dataset = dataset
 
-    def __call__(self) -> Any:
-        """The dataset."""
-        return self.dataset
+def _itself(dataset: Any) -> Any:
+    return dataset
+
+
+def _iterate(dataset: Any) -> WorkerIterator:
+    """On the worker, whose own dataset is given."""
+    return WorkerIterator(iter(dataset))
 
 
 class WorkerIterator:

@@ -12,20 +12,9 @@ from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.rpc_server import CODES, OK, UNKNOWN, Server, check_layer
 from tfstyle_dist.core import env
 from tfstyle_dist.core.deadline import Deadline
-from tfstyle_dist.core.errors import (
-    CancelledError,
-    DeadlineExceededError,
-    UnavailableError,
-)
+from tfstyle_dist.core.errors import CancelledError, DeadlineExceededError, UnavailableError
 from tfstyle_dist.parameter_server.protocol import byte_streams, pickling, zeromq_sockets
-from tfstyle_dist.parameter_server.protocol.header import (
-    HEADER_SIZE,
-    Header,
-    Kind,
-    pack_json,
-    pack_message,
-    unpack_json,
-)
+from tfstyle_dist.parameter_server.protocol.header import HEADER_SIZE, Header, Kind, unpack_json
 from tfstyle_dist.parameter_server.protocol.peer_loop import News, Peer
 
 __all__ = ["Client", "Server", "StatusOrResult"]
@@ -143,14 +132,11 @@ class Client:
         Raises:
             TypeError: something in ``args`` cannot be sent to another process.
         """
-        parts = pickling.dumps(list(args or ()))
+        parts = [bytes(part) for part in pickling.dumps(list(args or ()))]
         limit = timedelta(milliseconds=timeout_in_ms) if timeout_in_ms else self._timeout
         with self._lock:
             number = self._next()
-            sizes, frames = byte_streams.split([bytes(part) for part in parts])
-            body = pack_json({"method": method_name, "sizes": sizes})
-            head = pack_message(Header(Kind.CALL, number, meta_bytes=len(body)), body)
-            self._socket.send_multipart([head, *frames])
+            self._socket.send_multipart(messages.call({"method": method_name}, parts, request=number))
         return StatusOrResult(self, number, Deadline(limit))
 
     def close(self) -> None:

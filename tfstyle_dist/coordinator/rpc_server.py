@@ -21,15 +21,7 @@ from tfstyle_dist.core.errors import (
 )
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server.protocol import byte_streams, pickling, zeromq_sockets
-from tfstyle_dist.parameter_server.protocol.header import (
-    HEADER_SIZE,
-    Header,
-    Kind,
-    ProtocolError,
-    pack_json,
-    pack_message,
-    unpack_json,
-)
+from tfstyle_dist.parameter_server.protocol.header import HEADER_SIZE, Header, Kind, ProtocolError, unpack_json
 from tfstyle_dist.parameter_server.protocol.peer_loop import PeerLoop
 
 OK, UNKNOWN = 0, 2
@@ -177,11 +169,8 @@ class Server:
                 raise NotFoundError(f"No method {method!r} is registered; there are {sorted(self._functions)}.")
             arguments = pickling.loads(parts)
             _check_arguments(method, function, arguments)
-            result = pickling.dumps(function(*arguments))
-            sizes, frames = byte_streams.split([bytes(part) for part in result])
-            body = pack_json({"sizes": sizes})
-            head = pack_message(Header(Kind.OK, request, meta_bytes=len(body)), body)
-            self._answers.put([identity, head, *frames])
+            result = [bytes(part) for part in pickling.dumps(function(*arguments))]
+            self._answers.put([identity, *messages.call({}, result, Kind.OK, request)])
             self._loop.wake()
         except BaseException as error:
             self._fail(identity, request, error)

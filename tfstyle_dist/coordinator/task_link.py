@@ -66,24 +66,21 @@ class Task:
             keep: whether the task is to keep the result for other calls.
         """
         for number in resources.keys() - self.resources:
-            messages.send(self.socket, messages.call({"method": "resource", "number": number}, resources[number]))
+            self._tell("resource", number, resources[number])
             self.resources.add(number)
         if closure.function not in self.functions:
-            parts = functions[closure.function]
-            messages.send(self.socket, messages.call({"method": "function", "number": closure.function}, parts))
+            self._tell("function", closure.function, functions[closure.function])
             self.functions.add(closure.function)
         for number, groups in settings.items():
             if self.settings.get(number) is not groups:
-                parts = messages.parts_of(only_plain(groups))
-                messages.send(self.socket, messages.call({"method": "settings", "number": number}, parts))
+                self._tell("settings", number, messages.parts_of(only_plain(groups)))
                 self.settings[number] = groups
         if (dtype := torch.get_default_dtype()) is not self.dtype:
-            messages.send(self.socket, messages.call({"method": "dtype", "number": 0}, messages.parts_of(dtype)))
+            self._tell("dtype", 0, messages.parts_of(dtype))
             self.dtype = dtype
         for value in closure.values:
             if value.number not in self.values:
-                parts = messages.parts_of(value.get())
-                messages.send(self.socket, messages.call({"method": "value", "number": value.number}, parts))
+                self._tell("value", value.number, messages.parts_of(value.get()))
                 self.values.add(value.number)
         self.running[closure.number] = closure
         flags = FLAG_KEEP if keep else 0
@@ -91,3 +88,6 @@ class Task:
             self.socket,
             messages.run(closure.number, closure.attempt, low_water, closure.function, closure.parts, flags),
         )
+
+    def _tell(self, method: str, number: int, parts: Sequence[Any]) -> None:
+        messages.send(self.socket, messages.call({"method": method, "number": number}, parts))

@@ -24,6 +24,7 @@ from tfstyle_dist.parameter_server.protocol.header import (
     ProtocolError,
     unpack_error,
     unpack_json,
+    unpack_numbers,
 )
 from tfstyle_dist.parameter_server.protocol.peer_loop import News, Peer, PeerLoop
 
@@ -218,7 +219,7 @@ class WorkerPool:
         if header.flags & FLAG_KEEP:
             task.values.add(closure.number)
         try:
-            value = messages.value_of(byte_streams.join(messages.numbers(meta), frames))
+            value = messages.value_of(byte_streams.join(unpack_numbers(meta), frames))
             if header.kind is not Kind.OK and not isinstance(value, BaseException):
                 raise ProtocolError(f"a {type(value).__name__} came in place of an error")
         except Exception as error:

@@ -25,6 +25,7 @@ from tfstyle_dist.parameter_server.protocol.header import (
     pack_error,
     pack_message,
     unpack_json,
+    unpack_numbers,
 )
 from tfstyle_dist.parameter_server.protocol.work import Work
 
@@ -100,7 +101,7 @@ class WorkerTask:
                 raise ProtocolError("the first message must be the handshake of a coordinator")
             self._heard = time.monotonic()
             if header.kind is Kind.RUN:
-                self._run(identity, header, messages.numbers(meta), parts[1:])
+                self._run(identity, header, unpack_numbers(meta), parts[1:])
                 self._heard = time.monotonic()  # what it sent meanwhile is still in the queue
             elif header.kind is Kind.CALL:
                 self._register(unpack_json(meta), parts[1:])
@@ -174,7 +175,7 @@ class WorkerTask:
             header = Header.unpack(head)
             if header.kind is not Kind.RUN or identity not in self._coordinators or header.attempt > 1:
                 return []
-            function = self._session.functions.get(messages.numbers(memoryview(head)[HEADER_SIZE:])[0])
+            function = self._session.functions.get(unpack_numbers(memoryview(head)[HEADER_SIZE:])[0])
         except (zeromq_sockets.Again, ProtocolError, ValueError, IndexError):
             return []  # none, or one that will be refused when it is its turn
         return [] if function is None else list(function.fixed)

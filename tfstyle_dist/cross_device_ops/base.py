@@ -13,7 +13,7 @@ from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.collective import OwnSum, local_sum, on_first_device, true_device
 from tfstyle_dist.cross_device_ops.rows import dense_rows, reduce_rows
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import current_replica
 from tfstyle_dist.values import DistributedValues, IndexedSlices, Mirrored
 
 Pair = tuple[Any, Any]
@@ -177,8 +177,8 @@ def _tensor(value: Any) -> torch.Tensor:
 
 
 def _local_replica() -> int:
-    frame = current_frame()
-    return 0 if frame is None or frame.replica is None else frame.replica.local_replica_id
+    replica = current_replica()
+    return 0 if replica is None else replica.local_replica_id
 
 
 def _device(destination: Any) -> torch.device:

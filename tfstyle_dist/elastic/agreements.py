@@ -11,7 +11,7 @@ from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.errors import CollectiveMismatchError, InvalidArgumentError
 from tfstyle_dist.elastic.membership import Membership, MembershipChanged
 from tfstyle_dist.elastic.packets import Packet
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import current_replica
 from tfstyle_dist.variables.record import Record, raw
 from tfstyle_dist.variables.store import ParameterStore
 
@@ -35,8 +35,7 @@ class Agreements:
         """Gives all workers the lowest one's values of what was created since; a step of its own."""
         if self._membership.came_back and not self._membership.is_member:
             return  # they come with the state
-        frame = current_frame()
-        if frame is not None and frame.replica is not None:
+        if current_replica() is not None:
             raise NotImplementedError(
                 f"{self._store.names_of(pending)} came into being inside strategy.run (a lazy module, or a Variable). "
                 "In an elastic job create modules and variables in strategy.scope() before; run a lazy module once on "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.gradients.by_examples import leaves_of
 from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
 from tfstyle_dist.variables.store import live_stores
 
@@ -30,7 +31,7 @@ def check_thread(roots: Any) -> None:
         contents = reducer.store.contents
         if contents is None or contents.active is None:
             continue
-        if _reaches(roots, _parameters(reducer)):
+        if _reaches_parameters(roots, reducer):
             raise RuntimeError(
                 f"backward() was called in the thread {threading.current_thread().name!r} while strategy.run is under "
                 "way in another one. The replicas of one process wait for each other at the end of backward(), in the "
@@ -48,7 +49,7 @@ def say_left_alone(roots: Any) -> None:
     """
     for reducer in list(ReplicaReducer.alive):
         workers, replicas = reducer.worker.group.size, reducer.worker.num_local_replicas
-        if workers > 1 and replicas > 1 and _reaches(roots, _parameters(reducer)):
+        if workers > 1 and replicas > 1 and _reaches_parameters(roots, reducer):
             warn_once(
                 "a backward pass outside of run",
                 "backward() was called outside of strategy.run(...), on a model of a strategy with "
@@ -99,20 +100,7 @@ def _is_called_by(module: str) -> bool:
     return frame is not None
 
 
-def _parameters(reducer: ReplicaReducer) -> set[int]:
-    return {id(record.tensor) for record in reducer.store.records() if record.tensor is not None}
-
-
-def _reaches(roots: Any, leaves: set[int]) -> bool:
-    tensors = (roots,) if isinstance(roots, torch.Tensor) else roots
-    stack = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    seen: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in leaves:
-            return True
-        stack += [before for before, _ in node.next_functions]
-    return False
+def _reaches_parameters(roots: Any, reducer: ReplicaReducer) -> bool:
+    reached = leaves_of((roots,) if isinstance(roots, torch.Tensor) else roots)
+    parameters = {id(record.tensor) for record in reducer.store.records()}
+    return any(id(leaf) in parameters for leaf in reached)

@@ -21,7 +21,7 @@ from tfstyle_dist.core.process_hooks import Hooks, Patch
 from tfstyle_dist.gradients.divided_losses import say_divided_twice
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import COMPUTE, UPDATE, Clock
-from tfstyle_dist.runtime.context import StrategyInForce, current_frame, replica_of
+from tfstyle_dist.runtime.context import StrategyInForce, current_replica, replica_of
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.state_objects import optimized_by
@@ -154,9 +154,9 @@ class StepsEnd:
 
 def _take(thing: Any) -> None:
     """Makes an optimizer or scheduler content that the step function named nowhere one could look."""
-    frame = current_frame()
-    if frame is not None and frame.replica is not None and frame.strategy.parameter_store.contents is not None:
-        frame.strategy.parameter_store.contents.take(thing)
+    replica = current_replica()
+    if replica is not None and replica.strategy.parameter_store.contents is not None:
+        replica.strategy.parameter_store.contents.take(thing)
 
 
 def _tell_contents(strategy: StrategyInForce, begins: bool) -> None:
@@ -188,11 +188,10 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    owner = _owner(optimizer)
-    frame = current_frame()
+    owner, replica = _owner(optimizer), current_replica()
     _take(optimizer)
     strategy = owner.strategy
-    in_run = frame is not None and frame.replica is not None and frame.strategy.num_replicas_in_sync > 1
+    in_run = replica is not None and replica.num_replicas_in_sync > 1
     if strategy is not None and owner.foreign and strategy.num_replicas_in_sync > 1:
         raise RuntimeError(
             f"{type(optimizer).__name__} mixes parameters of {strategy!r} with {len(owner.foreign)} "
@@ -208,9 +207,9 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         )
     if not owner.records:
         if in_run and owner.key:
-            assert frame is not None
+            assert replica is not None
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() inside strategy.run of {frame.strategy!r}, but none of its "
+                f"{type(optimizer).__name__}.step() inside strategy.run of {replica.strategy!r}, but none of its "
                 "parameters belongs to the strategy: nothing would keep the replicas equal. Build the model inside "
                 "strategy.scope(), or call strategy.experimental_adopt(module) before building the optimizer, and "
                 "strategy.experimental_adopt(tensor) for a tensor of no module that all replicas train. What each "
@@ -218,11 +217,11 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
                 "torch.autograd.grad and is changed without an optimizer."
             )
         return None
-    if in_run and frame is not None and strategy is not frame.strategy:
+    if in_run and replica is not None and strategy is not replica.strategy:
         known = "a strategy that is gone" if strategy is None else repr(strategy)
         raise RuntimeError(
             f"Mixing different tf.distribute strategies: {type(optimizer).__name__} holds parameters of {known} but "
-            f"steps inside the run of {frame.strategy!r}. Make one strategy, and use it for scope(), the dataset and "
+            f"steps inside the run of {replica.strategy!r}. Make one strategy, and use it for scope(), the dataset and "
             "run."
         )
     if in_run:
@@ -230,8 +229,8 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     runner: UpdateRunner | None = None if strategy is None else strategy.update_runner
     if runner is None:
         return None
-    if in_run and frame is not None and frame.replica is not None:
-        frame.replica.begin_update()
+    if in_run and replica is not None:
+        replica.begin_update()
     clock = _clock(strategy)
     clock.enter(UPDATE)
     if not _calls.is_quiet(optimizer, owner, args, kwargs):
@@ -267,9 +266,9 @@ def _step_schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **k
 
 def _add_group(original: Callable[..., Any], optimizer: torch.optim.Optimizer, param_group: Any) -> Any:
     """``add_param_group`` by each replica: with one optimizer for all, the first one's call adds it for the others."""
-    frame = current_frame()
-    if frame is not None and frame.replica is not None and frame.replica.local_replica_id > 0:
-        runner = frame.strategy.update_runner
+    replica = current_replica()
+    if replica is not None and replica.local_replica_id > 0:
+        runner = replica.strategy.update_runner
         if runner is not None and runner.shares_optimizers and isinstance(param_group, dict):
             given = param_group.get("params", ())
             given = [given] if isinstance(given, torch.Tensor) else list(given)

@@ -22,7 +22,7 @@ from tfstyle_dist.input.request import Plan, Request
 from tfstyle_dist.input.sharding import Layout
 from tfstyle_dist.input.sources import make_plan
 from tfstyle_dist.input.split import spec_of
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import current_replica
 from tfstyle_dist.runtime.worker import Worker
 
 _UNKNOWN_CARDINALITY = -2
@@ -199,8 +199,7 @@ class DistributedDataset:
 
     def require_outside(self, what: str) -> None:
         """Raises ValueError in replica context."""
-        frame = current_frame()
-        if frame is not None and frame.replica is not None:
+        if current_replica() is not None:
             raise ValueError(
                 f"{what} must be called outside of strategy.run: each replica would take a batch of its own. Iterate "
                 "outside and pass the batch: strategy.run(step, args=(batch,))."

@@ -13,7 +13,7 @@ from tfstyle_dist.monitoring import trace as traces
 from tfstyle_dist.monitoring.report import Report, assembled
 from tfstyle_dist.monitoring.steps import FunctionTimes, StepTimes
 from tfstyle_dist.runtime.clocks import COMPUTE, OTHER, PHASES, STOPPED, WAIT, Clock
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import current_replica
 from tfstyle_dist.runtime.worker import Worker
 
 if TYPE_CHECKING:
@@ -131,8 +131,7 @@ class Monitor:
         """
         if name not in PHASES:
             raise ValueError(f"There is no phase {name!r}; the phases are {', '.join(PHASES)}.")
-        frame = current_frame()
-        replica = None if frame is None else frame.replica
+        replica = current_replica()
         clock = self._worker.clocks[0 if replica is None else replica.local_replica_id]
         clock.enter(PHASES.index(name))
         try:

@@ -104,6 +104,12 @@ def current_frame() -> Frame | None:
     return frames[-1] if frames else _global_frame
 
 
+def current_replica() -> Replica | None:
+    """The replica that this thread runs; ``None`` in cross-replica context and outside everything."""
+    frame = current_frame()
+    return None if frame is None else frame.replica
+
+
 def replica_of(strategy: StrategyInForce) -> Replica | None:
     """The replica of a strategy that this thread runs; ``None``: none of its."""
     frame = current_frame()

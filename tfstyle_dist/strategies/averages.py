@@ -10,7 +10,7 @@ import torch
 from tfstyle_dist.core import launch_env
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import replica_of
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.contexts import get_strategy, has_strategy
 from tfstyle_dist.values import component_values
@@ -44,12 +44,11 @@ def exact_mean(values: Any, counts: Any, *, strategy: Strategy | None = None) ->
     """
     strategy = strategy or _strategy_in_force()
     pairs = _pairs(values, counts)
-    frame = current_frame()
     dtype = _dtype_of(pairs)
     sums = torch.stack([_weighted(value, count) for value, count in pairs]).sum(0) if pairs else torch.zeros(2)
     sums = sums.to(torch.float64)
-    if frame is not None and frame.replica is not None and frame.strategy is strategy:
-        sums = frame.replica.all_reduce(ReduceOp.SUM, sums)
+    if (replica := replica_of(strategy)) is not None:
+        sums = replica.all_reduce(ReduceOp.SUM, sums)
     else:
         device = strategy.worker.torch_device(0)
         sums = reduce_over_workers(strategy.worker, ReduceOp.SUM, sums.to(device), "exact mean")

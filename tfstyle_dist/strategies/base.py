@@ -25,7 +25,7 @@ from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.gradients.step_hooks import step_hooks
 from tfstyle_dist.monitoring import Monitor, Report
 from tfstyle_dist.ops.host_sums import find_host_sum
-from tfstyle_dist.runtime.context import current_frame, mixing_error, replica_of
+from tfstyle_dist.runtime.context import current_replica, mixing_error, replica_of
 from tfstyle_dist.strategies import inputs, reductions, running, training
 from tfstyle_dist.strategies.absent_names import AbsentNames
 from tfstyle_dist.strategies.extended import StrategyExtended
@@ -194,10 +194,10 @@ class Strategy(AbsentNames):
             >>> with strategy.scope():
             ...     model = torch.nn.Linear(2, 1)
         """
-        frame = current_frame()
-        if frame is not None and frame.replica is not None:
-            if frame.strategy is not self:
-                raise mixing_error(self, frame.strategy, "scope()")
+        replica = current_replica()
+        if replica is not None:
+            if replica.strategy is not self:
+                raise mixing_error(self, replica.strategy, "scope()")
             raise scope_in_replica_context(self)
         return Scope(self)
 
@@ -208,8 +208,7 @@ class Strategy(AbsentNames):
             what: the call that was made.
             instead: what to call in replica context.
         """
-        frame = current_frame()
-        if frame is not None and frame.replica is not None:
+        if current_replica() is not None:
             raise WrongContextError(
                 f"{what} must be called in cross-replica context, not in replica context (inside strategy.run). "
                 f"Use {instead}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from tfstyle_dist.runtime.context import Frame, current_frame, set_global_strategy
+from tfstyle_dist.runtime.context import current_frame, current_replica, set_global_strategy
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.variables.adoption import registrations
@@ -84,8 +84,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         >>> experimental_set_strategy(MirroredStrategy())
     """
     global _global
-    frame: Frame | None = current_frame()
-    if frame is not None and frame.replica is not None:
+    if current_replica() is not None:
         raise RuntimeError(
             "experimental_set_strategy was called in replica context (inside strategy.run), where the strategy is "
             "fixed. Must not be called inside a replica context; call it before run."

@@ -139,7 +139,7 @@ def _run_replicas(
     except BaseException as error:
         store.contents.distrust()
         store.contents.settings.of_groups.explain(error)
-        _report_failure(strategy, error)
+        report_failure(strategy, error)
         raise
     say_drift(store.contents, store.runs, strategy.worker.replica_id)
     return result
@@ -155,12 +155,12 @@ def _run_alone(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], 
             return of_share(context, fn, arguments, keywords)
     except BaseException as error:
         if strategy.worker.group.size > 1:
-            _report_failure(strategy, error)
+            report_failure(strategy, error)
             error.add_note(f"[tfstyle_dist] raised in replica {context.replica_id} of {strategy.worker.num_replicas}")
         raise
 
 
-def _report_failure(strategy: Strategy, error: BaseException) -> None:
+def report_failure(strategy: Strategy, error: BaseException) -> None:
     """Leaves word for the other workers, unless the group itself failed: then one of them is the reason."""
     group = strategy.worker.group
     if error is not group.errored():

@@ -12,16 +12,15 @@ import torch
 from tfstyle_dist.comm import torch_transport
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.process_hooks import Patch
-from tfstyle_dist.runtime.context import Replica, current_frame
+from tfstyle_dist.runtime.context import Replica, current_replica
 
 
 def _forward(original: Callable[..., torch.Tensor], module: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
-    frame = current_frame()
-    replica = None if frame is None else frame.replica
+    replica = current_replica()
     by_batch = module.training or module.running_mean is None
-    if frame is None or replica is None or replica.num_replicas_in_sync == 1 or not by_batch:
+    if replica is None or replica.num_replicas_in_sync == 1 or not by_batch:
         return original(module, x)
-    _check(module, x, frame.strategy.worker.group.size)
+    _check(module, x, replica.strategy.worker.group.size)
     return _normalize(replica, module, x)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.enums import AggregationMethod
+from tfstyle_dist.gradients.by_examples import leaves_of
 from tfstyle_dist.ops import aggregate_columns
 from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.record import raw
@@ -158,19 +159,10 @@ def trainable_variables_of(loss: torch.Tensor) -> list[torch.Tensor]:
         loss: a tensor with a graph behind it.
     """
     found: dict[int, torch.Tensor] = {}
-    seen: set[Any] = set()
-    stack = [loss.grad_fn] if loss.grad_fn is not None else []
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor):
-            record = find_record(leaf)
-            owner = record.tensor if record is not None and record.tensor is not None else leaf
-            found.setdefault(id(owner), owner)
-        stack.extend(child for child, _ in node.next_functions if child is not None)
+    for leaf in leaves_of([loss]) if loss.grad_fn is not None else ():
+        record = find_record(leaf)
+        owner = record.tensor if record is not None and record.tensor is not None else leaf
+        found.setdefault(id(owner), owner)
     order: dict[int, int] = {}
     for tensor in found.values():
         record = find_record(tensor)

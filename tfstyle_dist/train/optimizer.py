@@ -10,7 +10,7 @@ import torch
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.runtime.clocks import COMMUNICATION, UPDATE
-from tfstyle_dist.runtime.context import Frame, current_frame, entered
+from tfstyle_dist.runtime.context import Frame, current_replica, entered
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.contexts import get_strategy
 from tfstyle_dist.train import local_updates
@@ -125,8 +125,7 @@ class TFOptimizer(UpdateRule):
         method = AggregationMethod.validate(aggregation_method)
         pairs = pairs_of(grads_and_vars, f"{self._name}.apply_gradients")
         check_step(global_step)
-        frame, strategy = current_frame(), get_strategy()
-        replica = None if frame is None else frame.replica
+        replica, strategy = current_replica(), get_strategy()
         if (contents := strategy.parameter_store.contents) is not None:
             contents.take(self)  # also one that the step function named nowhere one could look
         self._check(strategy, [v for _, v in pairs])

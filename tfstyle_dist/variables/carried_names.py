@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +60,14 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensors, value)))
 
 
+def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function, and of what is defined in it."""
+    stack = [code]
+    while stack:
+        yield (one := stack.pop())
+        stack += [inner for inner in one.co_consts if isinstance(inner, types.CodeType)]
+
+
 def carried_in(code: types.CodeType) -> tuple[str, ...]:
     """The globals and variables of a closure that a function reads first and writes to afterwards.
 
@@ -67,10 +75,7 @@ def carried_in(code: types.CodeType) -> tuple[str, ...]:
         code: of the function; those that are defined in it count too.
     """
     carried: dict[str, None] = {}
-    stack = [code]
-    while stack:
-        one = stack.pop()
-        stack += [inner for inner in one.co_consts if isinstance(inner, types.CodeType)]
+    for one in with_inner(code):
         read: set[str] = set()
         for instruction in dis.get_instructions(one):
             name = instruction.argval

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.values import PerReplica
-from tfstyle_dist.variables.carried_names import Carrying, carried_in
+from tfstyle_dist.variables.carried_names import Carrying, carried_in, with_inner
 from tfstyle_dist.variables.copies import ATOMS
 from tfstyle_dist.variables.state_objects import parts_of
 
@@ -142,12 +142,7 @@ class Discovery:
         known = self._names.get(code)
         if known is None:
             library = _is_library(code.co_filename)
-            names = dict.fromkeys(() if library else code.co_names)
-            stack = [] if library else [c for c in code.co_consts if isinstance(c, types.CodeType)]
-            while stack:
-                inner = stack.pop()
-                names.update(dict.fromkeys(inner.co_names))
-                stack += [c for c in inner.co_consts if isinstance(c, types.CodeType)]
+            names = dict.fromkeys(name for c in (() if library else with_inner(code)) for name in c.co_names)
             known = self._names[code] = tuple(names), () if library else carried_in(code)
         return known
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from tfstyle_dist.core.raw_bytes import bytes_of
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import current_replica
 from tfstyle_dist.variables.object_content import ObjectContent
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -152,7 +152,7 @@ class JointMetric:
         self._in_all(own, *args, **kwargs)
 
     def _in_all(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if _replica() is not None or self._counts or (contents := self._living()) is None:
+        if current_replica() is not None or self._counts or (contents := self._living()) is None:
             own(*args, **kwargs)
         else:
             contents.run(lambda: own(*args, **kwargs))
@@ -224,7 +224,7 @@ class _Method:
         self._metric, self._name, self._own, self._outside = metric, name, getattr(metric, name), outside
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _replica() is not None and self._name not in _IN_REPLICAS_TOO:
+        if current_replica() is not None and self._name not in _IN_REPLICAS_TOO:
             return self._own(*args, **kwargs)
         return self._outside(self._own, *args, **kwargs)
 
@@ -248,13 +248,8 @@ def bind(thing: Any, content: ObjectContent, contents: Contents) -> None:
         JointMetric(thing, content, contents)
 
 
-def _replica() -> Any:
-    frame = current_frame()
-    return None if frame is None else frame.replica
-
-
 def _in_a_replica() -> bool:
-    replica = _replica()
+    replica = current_replica()
     return replica is not None and replica.num_replicas_in_sync > 1
 
 
@@ -265,7 +260,7 @@ def of_all_replicas(value: torch.Tensor, group: None = None) -> list[torch.Tenso
         value: of any shape, which need not be that of the others.
         group: torchmetrics' name for a part of the processes; none.
     """
-    replica = _replica()
+    replica = current_replica()
     assert replica is not None
     about = [_DTYPES.index(value.dtype), value.dim(), *value.shape]
     mine = torch.tensor([about + [0] * (_MOST_DIMENSIONS + 2 - len(about))], device=value.device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import current_frame, current_replica
 from tfstyle_dist.values import DistributedValues
 from tfstyle_dist.variables.assigning import assign
 from tfstyle_dist.variables.component import read_across_replicas
@@ -246,10 +246,10 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         In replica context, of servers, and where there are several workers, of which one alone may copy, it is a plain
         parameter.
         """
-        frame, record = current_frame(), self._tfstyle_record
+        record = self._tfstyle_record
         contents, size = record.store.contents, record.store.worker.group.size
         several = size > 1 or (contents is not None and contents.common is not None)  # the latter in elastic jobs
-        if several or record.placement is Placement.REMOTE or (frame is not None and frame.replica is not None):
+        if several or record.placement is Placement.REMOTE or current_replica() is not None:
             return super().__deepcopy__(memo)
         if id(self) not in memo:
             self._tfstyle_record.store.ensure_equal()

@@ -15,7 +15,7 @@ from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.integrations.keras.backend import keras, outside_stateless_scope
 from tfstyle_dist.integrations.keras.share import CURRENT, is_seed, seed_state
-from tfstyle_dist.runtime.context import Frame, current_frame, entered
+from tfstyle_dist.runtime.context import Frame, current_replica, entered
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.reductions import reduce_columns
@@ -42,8 +42,8 @@ class StepScope(keras.StatelessScope):  # type: ignore[misc]
         self._frozen = set(frozen)
         self._assigned: set[int] = set()
         self._replica = replica
-        frame = current_frame()
-        self._device = None if frame is None or frame.replica is None else cast(ReplicaContext, frame.replica).device
+        context = cast("ReplicaContext | None", current_replica())
+        self._device = None if context is None else context.device
         self._seeds: list[Any] = []
 
     def get_current_value(self, variable: Any) -> Any:

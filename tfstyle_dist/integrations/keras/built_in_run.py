@@ -7,7 +7,7 @@ from typing import Any
 
 from tfstyle_dist.integrations.keras.backend import keras
 from tfstyle_dist.integrations.keras.wrapping import wrap
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import current_replica
 
 
 def install() -> None:
@@ -19,10 +19,10 @@ def install() -> None:
 
 def _post_build(original: Callable[[Any], None], layer: Any) -> None:
     original(layer)
-    frame = current_frame()
-    if frame is None or frame.replica is None or not frame.strategy.adopts_modules:
+    replica = current_replica()
+    if replica is None or not replica.strategy.adopts_modules:
         return
-    store = frame.strategy.parameter_store
+    store = replica.strategy.parameter_store
     for variable in layer.variables:
         store.adopt_parameter(variable.value, None, variable.path)
     store.ensure_equal()

@@ -16,7 +16,7 @@ from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.integrations.keras.backend import keras, loss_module
 from tfstyle_dist.integrations.keras.share import CURRENT
 from tfstyle_dist.integrations.keras.wrapping import wrap
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import current_replica
 
 
 def install() -> None:
@@ -41,8 +41,8 @@ def _reduce(
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> Any:
-    count, frame = CURRENT.count, current_frame()
-    if not CURRENT.losses or count is None or frame is None or frame.replica is None:
+    count, replica = CURRENT.count, current_replica()
+    if not CURRENT.losses or count is None or replica is None:
         return original(values, sample_weight, mask, reduction, dtype)
     if mask is not None and isinstance(sample_weight, torch.Tensor):
         sample_weight = sample_weight.clone()  # Keras multiplies it by the mask in place: the replicas' are one tensor
@@ -57,7 +57,7 @@ def _reduce(
             return value
         own = divisor if count else torch.zeros(())
     own = own.detach().to(value.device, torch.float64)
-    examples, whole = frame.replica.all_reduce(ReduceOp.SUM, torch.stack([own.new_tensor(float(count)), own]))
+    examples, whole = replica.all_reduce(ReduceOp.SUM, torch.stack([own.new_tensor(float(count)), own]))
     if reduction == "sum":
         whole = own  # nothing is divided by
     factor = examples * own / (max(count, 1) * whole)

@@ -25,10 +25,11 @@ from tfstyle_dist.integrations.keras.refusals import refuse_divided, refuse_stat
 from tfstyle_dist.integrations.keras.servers import fit_on_servers
 from tfstyle_dist.integrations.keras.steps import Steps, bring_to, divided
 from tfstyle_dist.integrations.keras.wrapping import wrap
-from tfstyle_dist.runtime.context import current_frame, mixing_error
+from tfstyle_dist.runtime.context import current_frame, current_replica, mixing_error
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.running import report_failure
 from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.copies import count_as_containers
 
@@ -94,8 +95,7 @@ def _distributing(model: Any, method: str, given: Any) -> Strategy | None:
 @contextmanager
 def _on_its_device(model: Any) -> Iterator[None]:
     """A strategy of one replica computes on its device, whichever one Keras would take."""
-    strategy, frame = strategy_of(model), current_frame()
-    inside = ALONE.active or (frame is not None and frame.replica is not None)
+    strategy, inside = strategy_of(model), ALONE.active or current_replica() is not None
     if strategy is None or inside or strategy.num_replicas_in_sync > 1 or isinstance(strategy, ParameterServerStrategy):
         yield
         return
@@ -136,9 +136,7 @@ def _running(strategy: Strategy, model: Any) -> Iterator[Steps]:
         try:
             yield steps
         except BaseException as error:
-            group = strategy.worker.group
-            if group.size > 1 and error is not group.errored():
-                group.report_failure(f"{type(error).__name__}: {error}")
+            report_failure(strategy, error)
             raise
 
 

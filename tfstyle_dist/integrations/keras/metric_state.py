@@ -13,9 +13,9 @@ from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.integrations.keras import travel
 from tfstyle_dist.integrations.keras.assigned import assign_once
 from tfstyle_dist.integrations.keras.backend import keras
-from tfstyle_dist.integrations.keras.share import CURRENT
+from tfstyle_dist.integrations.keras.share import CURRENT, part_of_sum
 from tfstyle_dist.integrations.keras.wrapping import wrap
-from tfstyle_dist.runtime.context import StrategyInForce, current_frame
+from tfstyle_dist.runtime.context import StrategyInForce, current_frame, current_replica
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
@@ -58,10 +58,8 @@ class MetricState(DistributedVariable):
         """Divides a value that all workers agree on among the replicas."""
         record = self._tfstyle_record
         worker = record.store.worker
-        whole = not (total.is_floating_point() or total.is_complex())
-        share = total // worker.num_replicas if whole else total / worker.num_replicas
         for replica, component in enumerate(record.components):
-            own = total - share * (worker.num_replicas - 1) if whole and worker.replica_id(replica) == 0 else share
+            own = part_of_sum(total, worker.replica_id(replica), worker.num_replicas)
             write_component(component, "assign", own)
         self._tfstyle_sum = (record.store.runs, total.clone())
 
@@ -140,11 +138,10 @@ def _add_variable(original: Callable[..., Any], metric: Any, *args: Any, **kwarg
 def _direct_assign(original: Callable[..., None], variable: Any, value: Any) -> None:
     if travel.write_on_servers(variable, value):
         return
-    frame = current_frame()
-    replica = None if frame is None else frame.replica
+    replica = current_replica()
     if variable._synchronization == "on_read":
-        if frame is not None and replica is not None:
-            adopt(variable, frame.strategy)
+        if replica is not None:
+            adopt(variable, replica.strategy)
         if isinstance(variable._value, MetricState):
             if replica is None or CURRENT.count != 0:  # fit invents an example where a replica has none
                 variable._value.assign(value)
@@ -169,10 +166,10 @@ def _init(original: Callable[..., None], metric: Any, *args: Any, **kwargs: Any)
 
 
 def _update_state(original: Callable[..., Any], metric: Any, *args: Any, **kwargs: Any) -> Any:
-    frame = current_frame()
-    if frame is None or frame.replica is None or CURRENT.count is not None:  # fit counts for itself
+    replica = current_replica()
+    if replica is None or CURRENT.count is not None:  # fit counts for itself
         return original(metric, *args, **kwargs)
     for variable in metric.variables:  # before a replica reads them; those without examples do it as well
-        adopt(variable, frame.strategy)
-    share = frame.replica.share
+        adopt(variable, replica.strategy)
+    share = replica.share
     return None if share is not None and share.examples == 0 else original(metric, *args, **kwargs)

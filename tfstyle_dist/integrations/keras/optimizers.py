@@ -13,7 +13,7 @@ from tfstyle_dist.integrations.keras import server_optimizer
 from tfstyle_dist.integrations.keras.backend import keras, outside_stateless_scope
 from tfstyle_dist.integrations.keras.share import CURRENT
 from tfstyle_dist.integrations.keras.wrapping import wrap
-from tfstyle_dist.runtime.context import Frame, current_frame, entered
+from tfstyle_dist.runtime.context import Frame, current_replica, entered
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.reductions import reduce_columns
 from tfstyle_dist.variables import find_record
@@ -29,8 +29,7 @@ def install() -> None:
 
 
 def _apply(original: Apply, self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
-    frame = current_frame()
-    replica = None if frame is None else frame.replica
+    replica = current_replica()
     variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
     if CURRENT.push is None and server_optimizer.is_remote(variables):
         server_optimizer.push(self, list(grads), variables)

@@ -7,7 +7,7 @@ from typing import Any
 from tfstyle_dist.input.iterator import DistributedIterator
 from tfstyle_dist.integrations.keras.backend import keras
 from tfstyle_dist.integrations.keras.share import CURRENT
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import current_replica
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.values import DistributedValues
 
@@ -22,10 +22,10 @@ def refuse_training_in_run(model: Any, method: str) -> None:
     Raises:
         RuntimeError: a replica of several calls it, other than for ``fit``.
     """
-    frame = current_frame()
-    if frame is None or frame.replica is None or CURRENT.count is not None:
+    replica = current_replica()
+    if replica is None or CURRENT.count is not None:
         return
-    strategy = frame.strategy
+    strategy = replica.strategy
     if strategy.num_replicas_in_sync == 1 or isinstance(strategy, ParameterServerStrategy):
         return
     raise RuntimeError(

@@ -13,16 +13,15 @@ from tfstyle_dist.integrations.keras.backend import keras, process_seeds
 from tfstyle_dist.integrations.keras.server_optimizer import ServerOptimizer
 from tfstyle_dist.integrations.keras.share import APART, CURRENT, Ledger
 from tfstyle_dist.integrations.keras.steps import on_replica
-from tfstyle_dist.integrations.keras.travel import custom_objects_of
-from tfstyle_dist.parameter_server.protocol.operations import Op
+from tfstyle_dist.integrations.keras.travel import send_change
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.strategies.contexts import get_strategy
 from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.variables import find_record
 
 
-class MakeBatches:
-    """Makes a worker's endless stream of batches; travels to the workers.
+class Batches:
+    """A worker's batches, from the beginning again when they end; made on the worker.
 
     Args:
         dataset_fn: called with an ``InputContext``; returns an iterable of batches.
@@ -30,19 +29,7 @@ class MakeBatches:
     """
 
     def __init__(self, dataset_fn: Callable[[InputContext], Any], workers: int) -> None:
-        self._dataset_fn, self._workers = dataset_fn, workers
-
-    def __call__(self) -> Batches:
-        """On a worker: its stream."""
-        index = experimental_get_current_worker_index()
-        return Batches(self._dataset_fn, InputContext(self._workers, index, 1))
-
-
-class Batches:
-    """A worker's batches, from the beginning again when they end."""
-
-    def __init__(self, dataset_fn: Callable[[InputContext], Any], context: InputContext) -> None:
-        self._stream = self._endless(dataset_fn, context)
+        self._stream = self._endless(dataset_fn, InputContext(workers, experimental_get_current_worker_index(), 1))
         self._kept: list[Any] = []
 
     def _endless(self, dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Iterator[Any]:
@@ -65,40 +52,24 @@ class Batches:
         return self._kept[0]
 
 
-class MakeModel:
-    """Makes a worker's copy of the model; travels to the workers.
+class WorkerModel:
+    """A worker's copy of the model, made there: its weights are those that were pulled for the step.
 
     Args:
-        model: a built, compiled model.
+        config: of a built, compiled model.
+        custom: the classes and functions of the user's own that it names.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._config = keras.saving.serialize_keras_object(model)
-        self._custom = custom_objects_of(model)
-
-    def __call__(self) -> WorkerModel:
-        """On a worker: its copy."""
+    def __init__(self, config: dict[str, Any], custom: dict[str, Any]) -> None:
         with entered(Frame(default_strategy())):  # the copy's own variables are nobody's
-            model = keras.saving.deserialize_keras_object(self._config, custom_objects=self._custom, safe_mode=False)
+            model = keras.saving.deserialize_keras_object(config, custom_objects=custom, safe_mode=False)
         if getattr(model, "optimizer", None) is None:
             raise RuntimeError(
                 f"The copy of the {type(model).__name__} on a worker is not compiled: its compile() has arguments of "
                 "its own. Give the class get_compile_config() and compile_from_config(), as for saving it, or keep "
                 "to the arguments of keras.Model.compile."
             )
-        return WorkerModel(model, experimental_get_current_worker_index())
-
-
-class WorkerModel:
-    """A worker's copy of the model: its weights are those that were pulled for the step.
-
-    Args:
-        model: built and compiled.
-        index: number of the worker.
-    """
-
-    def __init__(self, model: Any, index: int) -> None:
-        self.model, self._index = model, index
+        self.model, self._index = model, experimental_get_current_worker_index()
         self._ledger: Ledger | None = None
 
     def train(self, batch: Any, pulled: Sequence[torch.Tensor], optimizer: ServerOptimizer, steps: int) -> torch.Tensor:
@@ -166,11 +137,7 @@ class WorkerModel:
                 before = began.get(id(variable))
                 if before is None or torch.equal(variable.value, before):
                     continue
-                record, now = find_record(places[id(variable)]), variable.value
-                if now.dtype is torch.bool:
-                    strategy.servers.write(record, Op.ASSIGN, now)
-                else:
-                    strategy.servers.write(record, Op.ADD, now - before)
+                send_change(places[id(variable)], before, variable.value)
         return told[: 1 + metrics_numel(model)]
 
     def _built(self, batch: Any) -> Ledger:

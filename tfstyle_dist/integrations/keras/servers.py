@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,14 @@ from tfstyle_dist.integrations.keras.backend import DataAdapter, keras
 from tfstyle_dist.integrations.keras.inputs import batches_for_keras
 from tfstyle_dist.integrations.keras.server_optimizer import ServerOptimizer, on_servers
 from tfstyle_dist.integrations.keras.server_tasks import (
-    MakeBatches,
-    MakeModel,
+    Batches,
+    WorkerModel,
     look_at_batch,
     metric_variables,
     train_on_worker,
 )
 from tfstyle_dist.integrations.keras.steps import adopt
+from tfstyle_dist.integrations.keras.travel import custom_objects_of
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
@@ -120,7 +122,7 @@ class _Work(DataAdapter):  # type: ignore[misc]
         self._strategy, self._model, self._optimizer = strategy, model, optimizer
         self._coordinator = ClusterCoordinator(strategy)
         workers = len(strategy.cluster["worker"])
-        self._batches = self._coordinator.create_per_worker_resource(MakeBatches(dataset_fn, workers))
+        self._batches = self._coordinator.create_per_worker_resource(partial(Batches, dataset_fn, workers))
         self._copies: Any = None
         self._pending: deque[Any] = deque()
         self._most = _AHEAD * workers
@@ -172,7 +174,8 @@ class _Work(DataAdapter):  # type: ignore[misc]
             server_state.state_of(
                 self._strategy, self._optimizer, model.optimizer, model.trainable_variables
             ).send_if_loaded()
-            self._copies = self._coordinator.create_per_worker_resource(MakeModel(model))
+            config, custom = keras.saving.serialize_keras_object(model), custom_objects_of(model)
+            self._copies = self._coordinator.create_per_worker_resource(partial(WorkerModel, config, custom))
         pulled = [v.value for v in model.variables]
         steps = int(model.optimizer.iterations) + len(self._pending)
         arguments = (self._copies, self._batches, pulled, self._optimizer, steps)

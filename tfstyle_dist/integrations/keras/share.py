@@ -85,7 +85,7 @@ class Ledger:
         with torch.no_grad():
             for variable, rule in self.entries:
                 value = variable.value
-                start = _part(value, replica, parts) if rule == "sum" else value.clone()
+                start = part_of_sum(value, replica, parts) if rule == "sum" else value.clone()
                 if rule == "seed":
                     start = seed_state(start, replica)
                 if device is not None and device.type == start.device.type:
@@ -183,7 +183,8 @@ def seed_state(state: torch.Tensor, replica: int) -> torch.Tensor:
     return state
 
 
-def _part(value: torch.Tensor, replica: int, parts: int) -> torch.Tensor:
+def part_of_sum(value: torch.Tensor, replica: int, parts: int) -> torch.Tensor:
+    """A replica's part of a sum that is divided into so many, of which the first replica has the rest."""
     if not parts:
         return torch.zeros_like(value)
     if value.is_floating_point() or value.is_complex():

@@ -24,7 +24,7 @@ from tfstyle_dist.integrations.keras.optimizers import claim
 from tfstyle_dist.integrations.keras.random_numbers import RandomNumbers
 from tfstyle_dist.integrations.keras.refusals import refuse_stateful
 from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import current_replica
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.values import Share, cut_evenly, note_batch, share_of_arguments
@@ -152,9 +152,7 @@ class Steps:
         return begun
 
     def _replica(self) -> ReplicaContext:
-        frame = current_frame()
-        assert frame is not None
-        return cast(ReplicaContext, frame.replica)
+        return cast(ReplicaContext, current_replica())
 
     @contextmanager
     def _context(self) -> Iterator[None]:

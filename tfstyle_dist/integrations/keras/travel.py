@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,10 +38,10 @@ _made: weakref.WeakKeyDictionary[ParameterServerStrategy, dict[int, Any]] = weak
 
 def install() -> None:
     """Lets layers, models, optimizers, metrics and variables of Keras be used in scheduled functions."""
-    references.register(keras.layers.Layer, _describe_layer)
-    references.register(keras.metrics.Metric, _describe_metric)
-    references.register(keras.optimizers.Optimizer, _describe_optimizer)
-    references.register(keras.Variable, _describe_variable)
+    references.register(keras.layers.Layer, partial(_describe, _layer_told, _make_layer))
+    references.register(keras.metrics.Metric, partial(_describe, _metric_told, _make_metric))
+    references.register(keras.optimizers.Optimizer, partial(_describe, _optimizer_told, _make_optimizer))
+    references.register(keras.Variable, partial(_describe, _variable_told, _make_variable))
 
 
 def _number(thing: Any) -> int:
@@ -48,10 +49,20 @@ def _number(thing: Any) -> int:
     return number
 
 
-def _once(incoming: Incoming, number: int, make: Callable[[], Any]) -> Any:
+def _describe(tell: Callable[..., Any], make: Callable[..., Any], thing: Any, outgoing: Outgoing) -> Any:
+    """What stands for an object: its number, and from what ``make`` makes a worker's own one."""
+    told = tell(thing, outgoing)
+    return own_object, (make, _number(thing), [bytes(p) for p in pickling.dumps(told, outgoing)])
+
+
+def own_object(incoming: Incoming, description: Any) -> Any:
+    """A worker's own layer, metric, optimizer or variable, made when a function first refers to it."""
+    make, number, parts = description
+    told = pickling.loads(parts, incoming)  # each time: it also tells what is to be pulled
     known = _made.setdefault(incoming.strategy, {})
     if number not in known:
-        known[number] = make()
+        with entered(Frame(default_strategy())):  # what is made here and now is nobody's
+            known[number] = make(incoming, *told)
     return known[number]
 
 
@@ -114,22 +125,33 @@ def write_on_servers(variable: Any, value: torch.Tensor) -> bool:
     record = find_record(variable._value)
     if not isinstance(record, RemoteRecord) or not record.fixed:
         return False
-    store: Any = record.store
     local = variable._value
     with torch.no_grad():
-        if local.dtype is torch.bool:
-            store.servers.write(record, Op.ASSIGN, value)
-        else:
-            store.servers.write(record, Op.ADD, value.to(local.dtype) - local.detach())
+        send_change(local, local.detach(), value.to(local.dtype))
         local.copy_(value)
     record.settle(record.baseline is not None)
     return True
 
 
+def send_change(tensor: torch.Tensor, before: torch.Tensor, now: torch.Tensor) -> None:
+    """Adds what has changed to the value on the servers; of truth values the new ones are written.
+
+    Args:
+        tensor: what stands for that value here.
+        before: what it was.
+        now: what it is to be.
+    """
+    record: Any = find_record(tensor)
+    if now.dtype is torch.bool:
+        record.store.servers.write(record, Op.ASSIGN, now)
+    else:
+        record.store.servers.write(record, Op.ADD, now - before)
+
+
 # ---- layers and models ----------------------------------------------------------------------------------------------
 
 
-def _describe_layer(layer: Any, outgoing: Outgoing) -> Any:
+def _layer_told(layer: Any, outgoing: Outgoing) -> Any:
     if any(not inner.built for inner in layer._flatten_layers()):
         raise ValueError(
             f"A scheduled function uses {layer.name!r}, which is not built yet: each worker would make weights of its "
@@ -139,31 +161,22 @@ def _describe_layer(layer: Any, outgoing: Outgoing) -> Any:
     optimizer = getattr(layer, "optimizer", None)
     losses = getattr(getattr(layer, "_loss_tracker", None), "variables", [])
     config = keras.saving.serialize_keras_object(layer)
-    description = (config, custom_objects_of(layer), _tensors(outgoing, shared), _tensors(outgoing, losses), optimizer)
-    return make_layer, (_number(layer), [bytes(p) for p in pickling.dumps(description, outgoing)])
+    return config, custom_objects_of(layer), _tensors(outgoing, shared), _tensors(outgoing, losses), optimizer
 
 
-def make_layer(incoming: Incoming, description: Any) -> Any:
-    """A worker's own layer or model."""
-    number, parts = description
-    config, custom, tensors, losses, optimizer = pickling.loads(parts, incoming)  # also tells what is to be pulled
-
-    def make() -> Any:
-        with entered(Frame(default_strategy())):  # what is made here and now is nobody's
-            layer = keras.saving.deserialize_keras_object(config, custom_objects=custom, safe_mode=False)
-            _bind(f"The {type(layer).__name__} {layer.name!r}", [v for v in layer.variables if not is_seed(v)], tensors)
-            for inner in layer._flatten_layers():
-                inner._track_variables()
-            for seed in filter(is_seed, layer.variables):
-                seed.assign([(int(seed.value[0]) + incoming.index * APART) % 2**31, int(seed.value[1])])
-        if optimizer is not None:
-            layer.optimizer = optimizer
-            _bind("The tracker of the loss", layer._loss_tracker.variables, losses)
-            if layer._compile_metrics is not None:
-                layer._compile_metrics.update_state = _metrics_in_the_scope
-        return layer
-
-    return _once(incoming, number, make)
+def _make_layer(incoming: Incoming, config: Any, custom: Any, tensors: Any, losses: Any, optimizer: Any) -> Any:
+    layer = keras.saving.deserialize_keras_object(config, custom_objects=custom, safe_mode=False)
+    _bind(f"The {type(layer).__name__} {layer.name!r}", [v for v in layer.variables if not is_seed(v)], tensors)
+    for inner in layer._flatten_layers():
+        inner._track_variables()
+    for seed in filter(is_seed, layer.variables):
+        seed.assign([(int(seed.value[0]) + incoming.index * APART) % 2**31, int(seed.value[1])])
+    if optimizer is not None:
+        layer.optimizer = optimizer
+        _bind("The tracker of the loss", layer._loss_tracker.variables, losses)
+        if layer._compile_metrics is not None:
+            layer._compile_metrics.update_state = _metrics_in_the_scope
+    return layer
 
 
 def _metrics_in_the_scope(*args: Any, **kwargs: Any) -> None:
@@ -177,64 +190,40 @@ def _metrics_in_the_scope(*args: Any, **kwargs: Any) -> None:
 # ---- metrics, optimizers, variables ---------------------------------------------------------------------------------
 
 
-def _describe_metric(metric: Any, outgoing: Outgoing) -> Any:
+def _metric_told(metric: Any, outgoing: Outgoing) -> Any:
     config = keras.saving.serialize_keras_object(metric)
-    custom = custom_objects(metric, *vars(metric).values())
-    description = (config, custom, _tensors(outgoing, metric.variables))
-    return make_metric, (_number(metric), [bytes(p) for p in pickling.dumps(description, outgoing)])
+    return config, custom_objects(metric, *vars(metric).values()), _tensors(outgoing, metric.variables)
 
 
-def make_metric(incoming: Incoming, description: Any) -> Any:
-    """A worker's own metric; what it counts is added on the servers."""
-    number, parts = description
-    config, custom, tensors = pickling.loads(parts, incoming)
-
-    def make() -> Any:
-        with entered(Frame(default_strategy())):
-            metric = keras.saving.deserialize_keras_object(config, custom_objects=custom, safe_mode=False)
-            _bind(f"The metric {metric.name!r}", metric.variables, tensors)
-        return metric
-
-    return _once(incoming, number, make)
+def _make_metric(incoming: Incoming, config: Any, custom: Any, tensors: Any) -> Any:
+    """What it counts is added on the servers."""
+    metric = keras.saving.deserialize_keras_object(config, custom_objects=custom, safe_mode=False)
+    _bind(f"The metric {metric.name!r}", metric.variables, tensors)
+    return metric
 
 
-def _describe_optimizer(optimizer: Any, outgoing: Outgoing) -> Any:
-    return make_optimizer, (_number(optimizer), [bytes(p) for p in pickling.dumps(on_servers(optimizer), outgoing)])
+def _optimizer_told(optimizer: Any, outgoing: Outgoing) -> Any:
+    return (on_servers(optimizer),)
 
 
-def make_optimizer(incoming: Incoming, description: Any) -> Any:
-    """A worker's own optimizer; its ``apply`` sends gradients to the servers."""
-    number, parts = description
-    server = pickling.loads(parts, incoming)
-
-    def make() -> Any:
-        with entered(Frame(default_strategy())):
-            optimizer = server.make()
-        know(optimizer, server)
-        if isinstance(optimizer._learning_rate, keras.Variable):
-            setattr(optimizer._learning_rate, _RATE, True)
-        return optimizer
-
-    return _once(incoming, number, make)
+def _make_optimizer(incoming: Incoming, server: Any) -> Any:
+    """Its ``apply`` sends gradients to the servers."""
+    optimizer = server.make()
+    know(optimizer, server)
+    if isinstance(optimizer._learning_rate, keras.Variable):
+        setattr(optimizer._learning_rate, _RATE, True)
+    return optimizer
 
 
-def _describe_variable(variable: Any, outgoing: Outgoing) -> Any:
-    description = (_tensors(outgoing, [variable])[0], variable.name, variable.trainable)
-    return make_variable, (_number(variable), [bytes(p) for p in pickling.dumps(description, outgoing)])
+def _variable_told(variable: Any, outgoing: Outgoing) -> Any:
+    return _tensors(outgoing, [variable])[0], variable.name, variable.trainable
 
 
-def make_variable(incoming: Incoming, description: Any) -> Any:
-    """A worker's own variable over its copy of the servers' value."""
-    number, parts = description
-    tensor, name, trainable = pickling.loads(parts, incoming)
-
-    def make() -> Any:
-        with entered(Frame(default_strategy())):
-            variable = keras.Variable(tensor, trainable=trainable, name=name)
-        if is_seed(variable):
-            variable.assign([(int(tensor[0]) + incoming.index * APART) % 2**31, int(tensor[1])])
-        else:
-            _bind(f"The variable {name!r}", [variable], [tensor])
-        return variable
-
-    return _once(incoming, number, make)
+def _make_variable(incoming: Incoming, tensor: Any, name: str, trainable: bool) -> Any:
+    """Over this process's copy of the servers' value."""
+    variable = keras.Variable(tensor, trainable=trainable, name=name)
+    if is_seed(variable):
+        variable.assign([(int(tensor[0]) + incoming.index * APART) % 2**31, int(tensor[1])])
+    else:
+        _bind(f"The variable {name!r}", [variable], [tensor])
+    return variable
