@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextvars
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fault_steps import THREE, TWO, ReplicaFault, all_reduce, replica_id
+from fault_steps import THREE, TWO, ReplicaFault, all_reduce, build, replica_id, train_step
 
 import tfstyle_dist as td
 
@@ -35,6 +38,32 @@ def test_contextvars(two: Any) -> None:
         assert variable.get() in ("seen", "changed")  # replica 0 shares the caller's context
     finally:
         variable.reset(token)
+
+
+def test_two_threads_run_steps_of_one_strategy(two: Any) -> None:
+    """One trains, and the other one evaluates or trains another model: one run after the other."""
+    models = [build(two) for _ in range(2)]
+    before = [model.weight.detach().clone() for model, _ in models]
+    begun, asked = threading.Event(), threading.Event()
+
+    def waits() -> None:
+        train_step(*models[0])
+        if not begun.is_set():  # one replica has made its step, the other one has not
+            begun.set()
+            asked.wait(20)
+            time.sleep(0.2)  # the other thread's run must not begin meanwhile
+
+    def other() -> None:
+        begun.wait(20)
+        asked.set()
+        two.run(lambda: train_step(*models[1]))
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(other)
+        two.run(waits)
+        result.result(20)
+    for (model, _), value in zip(models, before, strict=True):
+        torch.testing.assert_close(model.weight.detach(), value - 0.1)
 
 
 def test_grad_mode(two: Any) -> None:

@@ -141,6 +141,26 @@ except TimeoutError as error:
     assert "gave up: DeadlineExceededError" in script.output
 
 
+def test_runs_in_functions_of_atexit(start: Any) -> None:
+    """The threads of replicas have ended by then, and others take their place."""
+    script = start(
+        """
+import atexit
+
+def final():
+    print("sum", strategy.run(lambda: td.get_replica_context().all_reduce("SUM", torch.tensor(1.0))).values)
+
+atexit.register(final)
+atexit.register(lambda: final())
+strategy = td.MirroredStrategy(["cpu:0", "cpu:1"])
+strategy.run(lambda: None)
+""",
+        TFSTYLE_TIMEOUT_SECONDS="5",
+    )
+    assert script.end() == 0, script.output
+    assert script.output.count("sum (tensor(2.), tensor(2.))") == 2, script.output
+
+
 @pytest.mark.slow
 def test_breakpoint_in_a_replica(start: Any) -> None:
     """The other replica waits longer than the deadline while a person sits at the prompt."""

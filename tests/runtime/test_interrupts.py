@@ -145,6 +145,35 @@ def test_a_replica_that_never_stops_is_left_after_ctrl_c_also_without_a_limit(mo
     executor.close()
 
 
+def test_a_replica_that_is_left_after_ctrl_c_writes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The objects hold another replica's content by then."""
+    monkeypatch.setattr("tfstyle_dist.runtime.turn._INTERRUPT_GRACE", 0.2)
+    executor = ReplicaExecutor([ReplicaDevice("cpu", 0), ReplicaDevice("cpu", 1)], None)
+    over, given_up = threading.Event(), threading.Event()
+
+    def starts_the_other(run: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        run.barrier(0, "call", None, list)
+
+    def writes(run: Any) -> None:
+        try:
+            while not given_up.is_set():
+                time.sleep(0.001)
+        finally:
+            over.set()
+
+    usual = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            executor.run([starts_the_other, writes])
+        assert over.wait(5)
+    finally:
+        signal.signal(signal.SIGALRM, usual)
+        given_up.set()
+    assert run_once(executor) == [1, 1]
+    executor.close()
+
+
 def test_a_handler_that_the_step_sets_stays(executor: ReplicaExecutor) -> None:
     usual = signal.getsignal(signal.SIGINT)
     seen: list[int] = []

@@ -6,6 +6,7 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -46,9 +47,18 @@ class ReplicaExecutor:
         self._clocks = [STOPPED] * len(self._devices) if clocks is None else clocks
         self.content: Content = NoContent()
         self._teams: list[Team] = []
-        self._running = threading.RLock()  # one run at a time: there is one set of objects
+        self._running = threading.RLock()
         self._pid = os.getpid()
         self._closed, self._under_way = False, 0
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """One run at a time, whichever thread makes it: there is one set of objects, and one count of what they do.
+
+        The lock itself: a context manager around it would leave moments for a Ctrl-C in which nobody lets it go.
+        """
+        if self._pid != os.getpid():  # threads and their locks do not survive a fork
+            self._teams, self._pid, self._running = [], os.getpid(), threading.RLock()
+        return self._running
 
     def run(self, functions: Sequence[Callable[[TurnRun], Any]]) -> list[Any]:
         """Calls each function with the run object; returns their results in replica order.
@@ -63,10 +73,8 @@ class ReplicaExecutor:
         """
         if self._places:
             torch_internals.share_graph_trees()
-        if self._pid != os.getpid():  # threads and their locks do not survive a fork
-            self._teams, self._pid, self._running = [], os.getpid(), threading.RLock()
         signals, this = interrupts.of_this_thread(), object()
-        with self._running:
+        with self.alone():
             self._under_way += 1
             try:
                 signals.begin(this)
@@ -107,7 +115,7 @@ class ReplicaExecutor:
             if run.lost:
                 self._teams.remove(team)
                 team.stop()
-            team.busy = False
+            team.free()
         error = run.error
         if not run.lost:  # a thread that was abandoned looks at it when it comes back
             run.error = None
@@ -183,7 +191,7 @@ class ReplicaExecutor:
         run.raised(replica, error)
 
     def _acquire_team(self) -> Team:
-        team = next((team for team in self._teams if not team.busy), None)
+        team = next((team for team in self._teams if team.is_free), None)
         if team is None:
             team = Team(self._devices, str(len(self._teams)))
             self._teams.append(team)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import os
 import queue
 import threading
@@ -15,6 +17,7 @@ import torch
 
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.devices import ReplicaDevice, made_current
+from tfstyle_dist.core.errors import ReplicaAborted
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.runtime.cores import Core
 
@@ -43,9 +46,22 @@ class Team:
         self._finalizer = weakref.finalize(self, _stop, self.queues)
         _live_teams.add(self)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether its threads wait for a run; those of a process that ends have ended."""
+        return self._finalizer.alive and not self.busy
+
+    def free(self) -> None:
+        """A run is over; one that a function of ``atexit`` made has been the last."""
+        self.busy = False
+        if _process_ends:
+            self.stop()
+            self.join()
+
     def stop(self) -> None:
         """Lets the threads end after what they are doing."""
-        self._finalizer()
+        if self._finalizer.detach() is not None:  # a call of it does nothing once the process ends
+            _stop(self.queues)
 
     def join(self) -> None:
         """Waits a moment for the threads: until they end they hold what they ran last."""
@@ -60,16 +76,31 @@ class Team:
                 time.sleep(0.0005)
 
 
+def end_code_of(thread: int | None) -> None:
+    """Raises ReplicaAborted in a thread that was abandoned, at its next instruction of Python.
+
+    Without it the thread would write to objects that hold another replica's content by then, as far as its next call.
+
+    Args:
+        thread: its identifier; ``None``: it is inside of no function.
+    """
+    if thread is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(ReplicaAborted))
+
+
 def _has_task(thread: threading.Thread) -> bool:
     return os.path.exists(f"/proc/self/task/{thread.native_id}")
 
 
 _live_teams: weakref.WeakSet[Team] = weakref.WeakSet()
+_process_ends = False
 
 
 @atexit.register
 def _end_threads() -> None:
     """Of strategies that were not closed."""
+    global _process_ends
+    _process_ends = True
     for team in list(_live_teams):
         team.stop()
     for team in list(_live_teams):
@@ -91,13 +122,14 @@ def _serve(inbox: queue.SimpleQueue[Job | None], cores: list[Core | None], index
         # CUDA's own first call makes its context that of the thread; cuBLAS, coming first, would warn.
         with made_current(device):
             torch.cuda.current_stream().query()
-    while (job := inbox.get()) is not None:
-        core.release()
-        try:
-            job()
-        except BaseException:  # the thread is needed again
-            get_logger().exception("what a replica's thread had changed for its step could not be put back")
-        del job
+    with contextlib.suppress(ReplicaAborted):  # of a thread that was abandoned, and had just come to its end
+        while (job := inbox.get()) is not None:
+            core.release()
+            try:
+                job()
+            except BaseException:  # the thread is needed again
+                get_logger().exception("what a replica's thread had changed for its step could not be put back")
+            del job
 
 
 def _stop(queues: Sequence[queue.SimpleQueue[Job | None]]) -> None:

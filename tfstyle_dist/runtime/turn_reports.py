@@ -35,6 +35,14 @@ class Call:
         return f"{self.kind} at {line}" if line else self.kind
 
 
+def given_up(holder: int, threads: Sequence[int | None]) -> str:
+    """What the log says when the others go on without the replica that has the turn."""
+    stacks = stacks_of(threads, [holder])
+    return (
+        f"abandoned the thread of replica(s) {[holder]}; it ends at its next instruction of Python. It is at:\n{stacks}"
+    )
+
+
 def stacks_of(threads: Sequence[int | None], replicas: Sequence[int]) -> str:
     """Where the threads of some replicas are right now.
 

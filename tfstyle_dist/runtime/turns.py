@@ -21,12 +21,14 @@ from tfstyle_dist.core.errors import ReplicaAborted
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.core.untraced import untraced
+from tfstyle_dist.runtime import turn_reports
 from tfstyle_dist.runtime.clocks import STOPPED, WAIT, Clock
 from tfstyle_dist.runtime.cores import Core
 from tfstyle_dist.runtime.interrupts import Interrupts
 from tfstyle_dist.runtime.replica_run import Action, Content, NoContent
+from tfstyle_dist.runtime.team import end_code_of
 from tfstyle_dist.runtime.turn import Turn, next_of
-from tfstyle_dist.runtime.turn_reports import Call, came_late, differ, different_calls, first_is_late, stacks_of
+from tfstyle_dist.runtime.turn_reports import Call
 
 
 class TurnRun:
@@ -99,8 +101,8 @@ class TurnRun:
                 self._raise_if_aborted(replica)
                 self._content.pause(replica)
                 self._calls[replica] = call
-                if differ(self._calls, self._done):
-                    self._abort_locked(different_calls(self._calls, self._done))
+                if turn_reports.differ(self._calls, self._done):
+                    self._abort_locked(turn_reports.different_calls(self._calls, self._done))
                     self._calls[replica] = None
                     raise ReplicaAborted
             if None not in self._calls and (call.anywhere or replica == 0):
@@ -127,8 +129,8 @@ class TurnRun:
                 self._content.pause(replica)
             except RuntimeError as error:
                 self._abort_locked(error)  # the first error counts
-            if self.error is None and differ(self._calls, self._done):
-                self._abort_locked(different_calls(self._calls, self._done))
+            if self.error is None and turn_reports.differ(self._calls, self._done):
+                self._abort_locked(turn_reports.different_calls(self._calls, self._done))
             if self.error is not None:
                 for other, started in enumerate(self._started):
                     self._done[other] |= not started  # never begins
@@ -273,14 +275,14 @@ class TurnRun:
     def _late(self, replica: int, call: Call | None, deadline: Deadline, passes: int) -> bool:
         """The one that has the turn keeps it for too long; returns whether ``replica`` has taken it."""
         holder, acting = self._turn.holder, self._acting
-        stacks = stacks_of(self.threads, [holder])
+        stacks = turn_reports.stacks_of(self.threads, [holder])
         if acting is not None:  # what the joint work waits for has its own limit
             get_logger().warning("replica %d is still busy with %s:\n%s", holder, acting.describe(), stacks)
             return False
         if self.error is None:
-            self.abort(came_late(holder, self.count, call, self._timeout, stacks))
+            self.abort(turn_reports.came_late(holder, self.count, call, self._timeout, stacks))
         if holder == 0:
-            get_logger().error(first_is_late(call, deadline, stacks))
+            get_logger().error(turn_reports.first_is_late(call, deadline, stacks))
             return False
         return self._take_turn(replica, passes)
 
@@ -290,10 +292,9 @@ class TurnRun:
             holder = self._turn.holder
             if holder in (0, replica) or self._done[holder] or passes != self._turn.passes:
                 return False
-            get_logger().error(
-                "abandoned the thread of replica(s) %s, which are at:\n%s", [holder], stacks_of(self.threads, [holder])
-            )
+            get_logger().error(turn_reports.given_up(holder, self.threads))
             self.lost.append(holder)
+            end_code_of(self.threads[holder])
             self._content.switch(replica)
             self._turn.take(replica)
             return True

@@ -92,6 +92,20 @@ def run(
                 f"inside merge_call."
             )
     arguments, keywords = check_arguments(fn, args, kwargs)
+    alone = nullcontext() if strategy.parameter_store.contents is None else strategy.worker.executor.alone()
+    with alone:  # a thread may train while another one evaluates
+        return _run_counted(strategy, fn, arguments, keywords)
+
+
+def refuse_pickling(strategy: Strategy) -> Any:
+    """Raises TypeError: a strategy is of its process."""
+    raise TypeError(
+        f"{strategy!r} cannot be pickled: it holds this process's replicas and its connections to other workers. Make "
+        "a strategy in each process, and keep it out of datasets and of what else is sent to another process or saved."
+    )
+
+
+def _run_counted(strategy: Strategy, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
     strategy.parameter_store.ensure_equal()
     strategy.parameter_store.runs += 1
     drift = None if strategy.gradient_reducer is None else strategy.gradient_reducer.drift
@@ -113,14 +127,6 @@ def run(
             drift.end_run()
         if counts:
             strategy.monitor.end(finished)
-
-
-def refuse_pickling(strategy: Strategy) -> Any:
-    """Raises TypeError: a strategy is of its process."""
-    raise TypeError(
-        f"{strategy!r} cannot be pickled: it holds this process's replicas and its connections to other workers. Make "
-        "a strategy in each process, and keep it out of datasets and of what else is sent to another process or saved."
-    )
 
 
 def _run_replicas(
