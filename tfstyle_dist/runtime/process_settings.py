@@ -1,14 +1,15 @@
-"""Settings of the whole process that a step changes for a while, such as the default dtype.
+"""Settings of torch for the whole process that a step changes for a while, such as the default dtype.
 
 A step may set one, make calls that all replicas make, and put it back. While it waits in such a call, the other
 replicas of the process have their turns: each finds what it has set itself, or what was set when the run began. Else
 the second replica would begin with what the first one has set, take it for what to put back, and leave it for good.
+
+Python's own, such as filters of warnings and ``sys.stdout``, are left alone: other threads of a program set them too,
+those that read its data for example, and who has set one cannot be told.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from operator import is_
@@ -27,15 +28,6 @@ def _attribute(owner: Any, name: str) -> _Setting:
     return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
-_get_filters, _set_filters = _attribute(warnings, "filters")
-
-
-def _put_filters(filters: Any) -> None:
-    _set_filters(filters)
-    with warnings.catch_warnings():
-        """Python looks at the new filters, also for what it has said before."""
-
-
 def _put_flag(name: str, on: bool) -> None:
     if not torch.backends.flags_frozen():
         setattr(cudnn, name, on)
@@ -52,10 +44,6 @@ _SETTINGS: list[_Setting] = [
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    (_get_filters, _put_filters),
-    *(_attribute(warnings, name) for name in ("showwarning", "_showwarnmsg_impl") if hasattr(warnings, name)),
-    _attribute(sys, "stdout"),
-    _attribute(sys, "stderr"),
 ]
 _FLAGS = "enabled", "benchmark", "deterministic"
 _OF_CUDNN: list[_Setting] = [(partial(getattr, cudnn, name), partial(_put_flag, name)) for name in _FLAGS]
