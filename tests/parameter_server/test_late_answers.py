@@ -77,6 +77,22 @@ def test_of_a_request(here: Any) -> None:
         assert float(variable.value().max()) in (1, 2)  # what was not answered may have been made
 
 
+def test_a_function_whose_server_is_always_late_is_not_run_without_end(cluster: Any, tmp_path: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    runs = tmp_path / "runs"
+
+    def always_late() -> None:
+        with runs.open("a") as file:
+            file.write("+")
+        td.get_strategy().servers.links[0].lose("did not answer in time", alive=True)
+        raise DeadlineExceededError("/job:ps/task:0 did not answer within 0.3 s")
+
+    c.coordinator.schedule(always_late)
+    with pytest.raises(DeadlineExceededError, match="did not answer"):
+        c.coordinator.join(timeout=20)
+    assert runs.read_text() == "+++"
+
+
 @pytest.mark.parametrize("here", ["shared memory"], indirect=True)
 def test_of_a_connection_that_is_being_made(here: Any) -> None:
     c, server = here

@@ -164,3 +164,21 @@ def test_a_gradient_that_a_variable_has_collected(optimizer: str, aggregation: s
         assert other.read_value().tolist() == plain.read_value().tolist()
         parts = strategy.experimental_local_results(total)
         assert [part.tolist() for part in parts] == [[1.0, -1.0], [2.0, -2.0]], "it keeps what it has"
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, name: Any) -> torch.Tensor:
+        ctx.variable = name  # as torch calls what it adds gradients to
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * 2, None
+
+
+@pytest.mark.parametrize("name", [5, None, torch.ones(2)], ids=["number", "none", "tensor"])
+def test_a_function_of_the_program_may_keep_something_as_variable(name: Any) -> None:
+    variable = td.Variable(torch.ones(2))
+    pairs = td.train.GradientDescentOptimizer(0.1).compute_gradients(Doubled.apply(variable, name).sum())
+    assert [(gradient.tolist(), of is variable) for gradient, of in pairs] == [([2.0, 2.0], True)]

@@ -10,7 +10,7 @@ import torch
 
 from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.worker_session import Function, NoValueError, Session, error_parts, run_function
-from tfstyle_dist.core.errors import CancelledError, UnavailableError
+from tfstyle_dist.core.errors import CancelledError, DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.protocol import byte_streams, call_fields, zeromq_sockets
@@ -28,6 +28,9 @@ from tfstyle_dist.parameter_server.protocol.header import (
     unpack_numbers,
 )
 from tfstyle_dist.parameter_server.protocol.work import Work
+
+_MOST_ATTEMPTS = 3
+"""So often a function is run whose server does not answer in time: one that is always too slow is said."""
 
 
 class WorkerTask:
@@ -184,7 +187,7 @@ class WorkerTask:
 
     def _run(self, identity: bytes, header: Header, numbers: list[int], frames: list[bytes]) -> None:
         assert self._session is not None
-        session, failed, flags = self._session, False, 0
+        session, failed, flags, late = self._session, False, 0, False
         try:
             function = session.functions[numbers[0]]
             arguments = byte_streams.join(numbers[1:], frames)
@@ -195,8 +198,9 @@ class WorkerTask:
                 flags |= FLAG_KEEP
         except BaseException as error:
             failed, parts = True, error_parts(error, self._name)
+            late = isinstance(error, DeadlineExceededError) and header.attempt >= _MOST_ATTEMPTS
             flags |= FLAG_NO_VALUE if isinstance(error, NoValueError) else 0
         session.values.trim()
         # Even if the function did not notice: what it had written to that server may be lost.
-        flags |= FLAG_AGAIN if session.strategy.servers.may_return else 0
+        flags |= FLAG_AGAIN if session.strategy.servers.may_return and not late else 0
         self._send(identity, messages.result(header.closure, header.attempt, failed, parts, flags))

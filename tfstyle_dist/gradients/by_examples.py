@@ -63,6 +63,9 @@ def _leaves(replica: Replica) -> list[tuple[Record, torch.Tensor]]:
     return found
 
 
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
 def leaves_of(roots: Sequence[torch.Tensor | GradientEdge]) -> list[torch.Tensor]:
     """The leaves that a pass from ``roots`` comes to; what a reentrant checkpoint hides is not among them."""
     found = {id(root): root for root in roots if isinstance(root, torch.Tensor) and root.is_leaf and root.requires_grad}
@@ -71,7 +74,7 @@ def leaves_of(roots: Sequence[torch.Tensor | GradientEdge]) -> list[torch.Tensor
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        if hasattr(node, "variable"):
+        if hasattr(node, "variable") and node.name() == _LEAF:  # a function of the program may have a `variable` too
             found[id(node.variable)] = node.variable
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
