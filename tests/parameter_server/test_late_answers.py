@@ -34,7 +34,7 @@ def here(
     c = cluster(workers=1, ps=1, start=False, coordinator=False)
     context = zeromq_sockets.Context(None)
     server = ParameterServer(context, c.spec["ps"][0], "/job:ps/task:0", 60.0)
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=server.run, name="the server")
     thread.start()
     try:
         c.make_coordinator()
@@ -75,6 +75,17 @@ def test_of_a_request(here: Any) -> None:
         link.timeout = timedelta(seconds=20)
         variable.assign_add(torch.ones(variable.shape))
         assert float(variable.value().max()) in (1, 2)  # what was not answered may have been made
+
+
+def test_a_strategy_that_ends_after_one_says_goodbye(here: Any) -> None:
+    c, server = here
+    link = c.strategy.servers.links[0]
+    link.connect()
+    link.timeout = timedelta(seconds=0.3)
+    with server.lock, pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
+        link.call({"method": "statistics"})
+    c.strategy.close()
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "the server"])
 
 
 def test_a_function_whose_server_is_always_late_is_not_run_without_end(cluster: Any, tmp_path: Any) -> None:

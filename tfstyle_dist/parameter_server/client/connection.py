@@ -170,6 +170,10 @@ class Connection:
     def close(self, goodbye: bool = True) -> None:
         """Says goodbye and closes the connection."""
         with self._lock:
+            if self._peer is None and goodbye and self._lost is not None and self._alive:  # once it was late
+                self._lost, self.timeout = None, timedelta(milliseconds=_GOODBYE_MS)
+                with contextlib.suppress(UnavailableError, TimeoutError):
+                    self.connect()
             if self._peer is None:
                 return
             if goodbye and self._lost is None and self.transport is not None:
