@@ -50,6 +50,15 @@ def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2))
 
 
+def test_lbfgs_is_refused_outside_of_a_run_too(strategy: Any) -> None:
+    """Each worker would make steps of its own."""
+    with strategy.scope():
+        model = torch.nn.Linear(6, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(RuntimeError, match=r"LBFGS calls its closure a different number of times"):
+        optimizer.step(lambda: model(torch.ones(4, 6)).sum())
+
+
 def test_gradients_left_for_the_next_run_are_refused(strategy: Any) -> None:
     with strategy.scope():
         model = torch.nn.Linear(6, 2)

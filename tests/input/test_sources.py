@@ -130,6 +130,18 @@ def test_the_length_of_a_batch_sampler_of_ones_own(two: td.Strategy) -> None:
         len(two.experimental_distribute_dataset(DataLoader(rows, batch_sampler=OwnBatches())))
 
 
+def test_a_length_that_is_not_known_yet(two: td.Strategy) -> None:
+    class Unready(OwnBatches):
+        def __len__(self) -> int:
+            raise RuntimeError("call set_epoch first")
+
+    batches = two.experimental_distribute_dataset(DataLoader([torch.ones(1)] * 10, batch_sampler=Unready()))
+    assert batches.cardinality < 0
+    assert len([*iter(batches)]) == 2
+    with pytest.raises(TypeError, match="what it reads has no length"):
+        len(batches)
+
+
 def test_workers_that_read_all_batches_know_how_many() -> None:
     def steps(worker: Any) -> tuple[int, int]:
         batches = make(worker, DataLoader(TEN, batch_sampler=CountedBatches()))

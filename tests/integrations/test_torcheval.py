@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -57,6 +58,12 @@ class OwnMean:
 
 def _of_torcheval() -> Any:
     return pytest.importorskip("torcheval.metrics").Mean()
+
+
+@pytest.fixture
+def two() -> Iterator[tfd.Strategy]:
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
 
 
 KINDS = pytest.mark.parametrize("make", [OwnMean, _of_torcheval], ids=["own", "torcheval"])
@@ -142,3 +149,48 @@ def test_a_strategy_that_is_gone_says_so(make: Any) -> None:
     metric.reset()
     metric.update(torch.tensor([3.0]))
     assert float(metric.compute()) == 3.0
+    metric.reset()
+
+    def train_and_compute() -> None:
+        strategy = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
+        strategy.run(lambda: metric.update(values()) and metric.reset() and None)
+
+    train_and_compute()
+    gc.collect()
+    metric.update(torch.tensor([3.0]))
+    assert float(metric.compute()) == 3.0, "what replicas counted was reset by them"
+
+
+@KINDS
+def test_reading_is_no_run(two: Any, make: Any) -> None:
+    metric, model = make(), torch.nn.Dropout(0.5)
+    two.experimental_adopt(model)
+
+    def step() -> torch.Tensor:
+        metric.update(values())
+        return model(torch.ones(16))
+
+    def trained(reads: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        found = []
+        for _ in range(3):
+            found += two.experimental_local_results(two.run(step))
+            if reads:
+                metric.compute()
+                metric.state_dict()
+        return found
+
+    torch.testing.assert_close(trained(reads=True), trained(reads=False), rtol=0, atol=0)
+
+
+@KINDS
+def test_what_is_loaded_in_the_step_and_what_is_merged(two: Any, make: Any) -> None:
+    metric, other = make(), make()
+    other.update(torch.tensor([5.0, 7.0]))
+    saved = other.state_dict()
+    two.run(lambda: metric.load_state_dict(saved))
+    metric.update(torch.tensor([9.0]))
+    assert float(metric.compute()) == 7.0, "counts once, not once for each replica"
+    two.run(lambda: other.update(values()) and None)
+    metric.merge_state([other])
+    assert float(metric.compute()) == pytest.approx((5 + 7 + 9 + 5 + 7 + 1 + 2 + 2) / 8)

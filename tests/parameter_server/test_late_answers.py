@@ -101,7 +101,7 @@ def test_a_function_whose_server_is_always_late_is_not_run_without_end(cluster: 
     c.coordinator.schedule(always_late)
     with pytest.raises(DeadlineExceededError, match="did not answer"):
         c.coordinator.join(timeout=20)
-    assert runs.read_text() == "+++"
+    assert runs.read_text() == "++"
 
 
 @pytest.mark.parametrize("here", ["shared memory"], indirect=True)

@@ -112,6 +112,19 @@ def test_a_run_inside_of_a_run_begins_with_the_first_replicas(three: Any) -> Non
     assert seen == [torch.float64] * 3
 
 
+def test_what_is_set_in_merge_call_is_for_all(three: Any) -> None:
+    def step() -> list[torch.dtype]:
+        context, seen = tfd.get_replica_context(), []
+        with default_dtype(torch.bfloat16):
+            context.merge_call(lambda strategy: torch.set_default_dtype(torch.float64))
+            seen.append(torch.get_default_dtype())
+            context.all_reduce("SUM", torch.ones(()))
+        return [*seen, torch.get_default_dtype()]
+
+    for seen in three.experimental_local_results(three.run(step)):
+        assert seen == [torch.float64, torch.float32]
+
+
 class Symmetric(torch.nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.triu() + weight.triu(1).transpose(-1, -2)

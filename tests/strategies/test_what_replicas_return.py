@@ -33,18 +33,17 @@ def test_numbers_are_reduced_as_tensors_are(strategy: td.Strategy, kind: str) ->
     number = NUMBERS[kind]
     numbers = strategy.run(lambda: {"seen": number(replica_id())})
     tensors = strategy.run(lambda: {"seen": torch.tensor(number(replica_id()))})
-    for op in ("SUM", "MEAN"):
-        found, expected = (strategy.reduce(op, value, axis=None)["seen"] for value in (numbers, tensors))
-        assert found.dtype == expected.dtype
-        assert torch.equal(found.cpu(), expected.cpu())
-    assert complex(strategy.reduce("SUM", numbers, axis=None)["seen"]) == sum(
-        complex(number(replica)) for replica in range(strategy.num_replicas_in_sync)
-    )
+    found, expected = (strategy.reduce("MEAN", value, axis=None)["seen"] for value in (numbers, tensors))
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.cpu(), expected.cpu())
 
 
 @SEVERAL
-@pytest.mark.parametrize("number", [lambda replica: 3 + replica // 2, lambda replica: replica == 0, lambda replica: 3])
-def test_whole_numbers_are_summed_always_or_never(strategy: td.Strategy, number: Callable[[int], Any]) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [lambda replica: 3 + replica // 2, lambda replica: replica == 0, lambda replica: 3, lambda replica: replica + 0.5],
+)
+def test_numbers_are_summed_always_or_never(strategy: td.Strategy, number: Callable[[int], Any]) -> None:
     """Equal ones of the replicas of a process come back as one, as in TensorFlow."""
     numbers = strategy.run(lambda: number(replica_id()))
     every = [number(replica) for replica in range(strategy.num_replicas_in_sync)]

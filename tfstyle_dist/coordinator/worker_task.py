@@ -29,7 +29,7 @@ from tfstyle_dist.parameter_server.protocol.header import (
 )
 from tfstyle_dist.parameter_server.protocol.work import Work
 
-_MOST_ATTEMPTS = 3
+_MOST_ATTEMPTS = 2
 """So often a function is run whose server does not answer in time: one that is always too slow is said."""
 
 

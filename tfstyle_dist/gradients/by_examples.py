@@ -7,7 +7,7 @@ replicas exchange within a pass counts right as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,21 +66,22 @@ def _leaves(replica: Replica) -> list[tuple[Record, torch.Tensor]]:
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
-def leaves_of(roots: Sequence[torch.Tensor | GradientEdge]) -> list[torch.Tensor]:
-    """The leaves that a pass from ``roots`` comes to; what a reentrant checkpoint hides is not among them."""
+def leaves_of(roots: Sequence[torch.Tensor | GradientEdge]) -> Iterator[torch.Tensor]:
+    """The leaves that a pass from ``roots`` comes to, each once, but those that a reentrant checkpoint hides."""
     found = {id(root): root for root in roots if isinstance(root, torch.Tensor) and root.is_leaf and root.requires_grad}
+    yield from found.values()
     nodes: list[Any] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-    nodes = [node for node in nodes if node is not None]
-    seen = set(nodes)
+    seen = {None}
     while nodes:
         node = nodes.pop()
-        if hasattr(node, "variable") and node.name() == _LEAF:  # a function of the program may have a `variable` too
+        if node in seen:
+            continue
+        seen.add(node)
+        # A function of the program may have a `variable` too.
+        if hasattr(node, "variable") and node.name() == _LEAF and id(node.variable) not in found:
             found[id(node.variable)] = node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return list(found.values())
+            yield node.variable
+        nodes += [following for following, _ in node.next_functions]
 
 
 def _on_leaf(weight: float, weighs: bool, root_weighs: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:

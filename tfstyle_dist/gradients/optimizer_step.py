@@ -66,7 +66,9 @@ class UpdateRunner:
             return None
         replica = replica_of(strategy)
         # Outside of run in one process there is one step, and what it wrote reaches all replicas.
-        if isinstance(optimizer, torch.optim.LBFGS) and (replica is not None or strategy.worker.group.size > 1):
+        contents = strategy.parameter_store.contents
+        one_process = strategy.worker.group.size == 1 and (contents is None or contents.common is None)
+        if isinstance(optimizer, torch.optim.LBFGS) and (replica is not None or not one_process):
             raise RuntimeError(
                 "torch.optim.LBFGS calls its closure a different number of times on each replica, so the replicas "
                 "would not make the same calls. Use a first-order optimizer, or run LBFGS under OneDeviceStrategy; in "

@@ -80,7 +80,7 @@ def batches_of(loader: DataLoader[Any]) -> int | None:
         return None
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # a batch sampler without a length
+    except Exception:  # a batch sampler without a length, or that does not know it yet
         return None
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.backends import cuda, cudnn
@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 
 from tfstyle_dist.core import torch_internals
 
+_Result = TypeVar("_Result")
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
@@ -71,6 +72,19 @@ class ProcessSettings:
             for (_, put), value, other in zip(self._settings, wanted, now, strict=True):
                 if value is not other:
                     put(value)
+
+    def for_all(self, action: Callable[..., _Result], *args: Any) -> _Result:
+        """Calls something in cross-replica context: what it sets is for all replicas."""
+        before = self._now()
+        try:
+            return action(*args)
+        finally:
+            changed = [
+                (place, now) for place, (was, now) in enumerate(zip(before, self._now(), strict=True)) if was is not now
+            ]
+            for place, now in changed:
+                for kept in (self._at_first, *self._of.values()) if place else ():  # what is kept is each one's own
+                    kept[place] = now
 
     def _now(self) -> list[Any]:
         return [get() for get, _ in self._settings]

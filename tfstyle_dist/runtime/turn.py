@@ -19,11 +19,12 @@ class Turn:
     Attributes:
         holder: the replica that has it.
         passes: how often it was passed on.
+        settings: of the process, which each replica has when it has the turn.
     """
 
     def __init__(self) -> None:
         self.holder, self.passes, self._since, self._longest = 0, 0, time.monotonic(), 0.0
-        self._settings = ProcessSettings()
+        self.settings = ProcessSettings()
 
     def pass_to(self, replica: int) -> None:
         """The holder gives it to another replica."""
@@ -32,7 +33,7 @@ class Turn:
 
     def take(self, replica: int) -> None:
         """Another replica has it from now on, whatever the holder does."""
-        self._settings.switch(self.holder, replica)
+        self.settings.switch(self.holder, replica)
         self.holder, self.passes, self._since = replica, self.passes + 1, time.monotonic()
 
     def deadline(self, timeout: timedelta | None, interrupted: bool) -> Deadline:

@@ -201,7 +201,7 @@ class TurnRun:
             self._content.leave()
         try:
             self._interrupts.admit()
-            return call.action(payloads)
+            return call.action(payloads) if call.anywhere else self._turn.settings.for_all(call.action, payloads)
         finally:
             self._interrupts.hold()
             if not call.anywhere:

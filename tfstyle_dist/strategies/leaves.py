@@ -73,15 +73,15 @@ def of_one_replica(value: Any) -> Any:
     return nest.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, Variable) else leaf, value)
 
 
-def refuse_whole_numbers(parts: Sequence[Any]) -> None:
-    """Raises ValueError for whole numbers of Python to be summed: ``run`` gives equal ones of its replicas as one.
+def refuse_numbers(parts: Sequence[Any]) -> None:
+    """Raises ValueError for numbers of Python to be summed: ``run`` gives one of all its replicas as that number.
 
-    So a sum of counts would be refused in the steps alone in which they happen to be equal.
+    So a sum would be refused in the steps alone, and on the workers alone, in which they happen to be the same object.
     """
-    if len(parts) > 1 and any(isinstance(part, int) for part in parts):
+    if len(parts) > 1 and any(isinstance(part, numbers.Number) and not isinstance(part, np.generic) for part in parts):
         raise ValueError(
-            f"The whole numbers {', '.join(map(repr, parts))} of the replicas cannot be reduced with SUM: where they "
-            "are equal, strategy.run gives one number, which is not told from a constant. Return a tensor, "
+            f"The numbers {', '.join(map(repr, parts))} of the replicas cannot be reduced with SUM: where all return "
+            "the same object, strategy.run gives that number, which is not told from a constant. Return a tensor, "
             "torch.tensor(number), from strategy.run."
         )
 

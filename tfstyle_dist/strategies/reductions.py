@@ -26,8 +26,8 @@ from tfstyle_dist.strategies.leaves import (
     of_result,
     parts_on_this_worker,
     per_replica_tensors,
+    refuse_numbers,
     refuse_rows,
-    refuse_whole_numbers,
 )
 from tfstyle_dist.values import IndexedSlices, PerReplica, local_results, may_be_nan, shares_of_results, without_nothing
 from tfstyle_dist.variables import DistributedVariable, Variable
@@ -203,7 +203,7 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
     if parts is None:
         parts = parts_on_this_worker(strategy.worker, value, op is ReduceOp.MEAN)
     elif op is ReduceOp.SUM:
-        refuse_whole_numbers(parts)
+        refuse_numbers(parts)
     if parts is not None and all(isinstance(part, IndexedSlices) for part in parts):
         return reduce_rows(strategy.worker, op, parts)
     if parts is not None:

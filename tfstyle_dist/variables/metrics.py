@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 
+from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.runtime.context import current_replica
 from tfstyle_dist.variables.object_content import ObjectContent
@@ -61,7 +62,7 @@ class JointMetric:
     def __init__(self, metric: Any, content: ObjectContent, contents: Contents) -> None:
         self._metric, self._content, self._contents = weakref.ref(metric), content, weakref.ref(contents)
         self._counts = False  # a batch, for ``forward``
-        self._counted = False  # something since ``reset``, while the strategy was there
+        self._counted = False  # something since ``reset``, by replicas
         self._reset, content.own = metric.reset, frozenset(self._state_of(metric))
         now: dict[str, Any] = {n: _Method(metric, n, getattr(self, n)) for n in self.methods}
         now.update(self._settings())
@@ -92,18 +93,23 @@ class JointMetric:
 
     def update(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Counts a batch."""
-        self._counted = self._counted or self._contents() is not None
+        self._counted = self._counted or (current_replica() is not None and self._contents() is not None)
         return own(*args, **kwargs)
 
     def reset(self, own: Callable[..., Any]) -> Any:
-        """Sets the counts of all replicas back."""
+        """Sets the counts of all replicas back; in a replica its own."""
         if not self._counts:
-            self.reset_others()
             self._counted = False
+            if current_replica() is None:
+                self.reset_others()
         return own()
 
     def reset_others(self) -> None:
         """Sets the counts of the replicas back whose attributes the metric does not show."""
+        self._for_others(self._reset)
+
+    def _for_others(self, action: Callable[[], Any]) -> None:
+        """Calls something once for each of them, while the metric shows what that replica has."""
         metric, contents = self._metric(), self._contents()
         if contents is None:
             return
@@ -112,7 +118,7 @@ class JointMetric:
             for replica, attributes in enumerate(self._content.dicts):
                 if replica != contents.shown:
                     object.__setattr__(metric, "__dict__", attributes)
-                    self._reset()
+                    action()
         finally:
             object.__setattr__(metric, "__dict__", now)
 
@@ -140,6 +146,7 @@ class JointMetric:
             found.append(own(*args, **kwargs))
 
         contents.run(compute)
+        self._counted = self._counted and metric is not None and metric._computed is not None  # a wrapper asks others
         return found[0]
 
     def sync(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -162,15 +169,9 @@ class JointMetric:
 
 
 class MergedMetric(JointMetric):
-    """The same for a metric of torcheval.
+    """The same for a metric of torcheval."""
 
-    Args:
-        metric: its attributes are content.
-        content: these attributes, of each replica.
-        contents: of the strategy.
-    """
-
-    methods = "compute", "reset", "update", "state_dict", "load_state_dict", "_prepare_for_merge_state"
+    methods = "compute", "reset", "update", "state_dict", "load_state_dict", "merge_state", "_prepare_for_merge_state"
 
     def _state_of(self, metric: Any) -> Mapping[str, Any]:
         return metric._state_name_to_default  # type: ignore[no-any-return]
@@ -180,41 +181,63 @@ class MergedMetric(JointMetric):
 
     def compute(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What all replicas have counted, computed."""
-        return self._of_all("compute", own, *args, **kwargs)
+        joined = self.joined()
+        return own(*args, **kwargs) if joined is None else joined.compute(*args, **kwargs)
 
     def state_dict(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What all replicas have counted, to be saved."""
-        return self._of_all("state_dict", own, *args, **kwargs)
+        joined = self.joined()
+        return own(*args, **kwargs) if joined is None else joined.state_dict(*args, **kwargs)
 
     def load_state_dict(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Takes what was saved instead of what all have counted."""
-        self.reset_others()
-        self._counted = False
+        """Takes what was saved instead of what all have counted; it counts once, in the first replica."""
         own(*args, **kwargs)
+        replica = current_replica()
+        if replica is None:
+            self.reset_others()
+            self._counted = False
+        elif replica.local_replica_id:
+            self._reset()
+
+    def merge_state(self, own: Callable[..., Any], metrics: Iterable[Any]) -> Any:
+        """Adds what others have counted, in all of their replicas."""
+        return own([_joined(metric) for metric in metrics])
 
     def _prepare_for_merge_state(self, own: Callable[..., Any]) -> None:
         """Before torcheval sends to other workers what the metric shows: all that this worker's replicas counted."""
         own()
-        metric, contents = self._metric(), self._living()
-        if metric is not None and contents is not None:
-            copies = self._copies(contents)
-            del copies[contents.shown]
-            metric.merge_state(copies)
+        if (metric := self._metric()) is not None and self._living() is not None:
+            metric.merge_state(self._copies(metric)[1:])
             self.reset_others()
 
-    def _copies(self, contents: Contents) -> list[Any]:
-        copies: list[Any] = []
-        contents.run(lambda: copies.append(copy.deepcopy(self._metric())))
+    def joined(self) -> Any:
+        """A copy with what all replicas have counted; ``None`` if no strategy is there any more."""
+        metric, contents = self._metric(), self._living()
+        if contents is None:
+            return None
+        if getattr(contents, "common", None) is not None:
+            warn_once("torcheval in an elastic job", _ELASTIC)
+        first, *others = self._copies(metric)
+        return first.merge_state(others)
+
+    def _copies(self, metric: Any) -> list[Any]:
+        copies = [copy.deepcopy(metric)]
+        self._for_others(lambda: copies.append(copy.deepcopy(metric)))
         return copies
 
-    def _of_all(self, name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if (contents := self._living()) is None:
-            return own(*args, **kwargs)
-        copies = self._copies(contents)
-        return getattr(copies[0].merge_state(copies[1:]), name)(*args, **kwargs)
+
+_ELASTIC = (
+    "In an elastic job compute() and state_dict() of a metric of torcheval cover the replicas of this worker alone. "
+    "Use a metric of torchmetrics, whose compute() covers all workers."
+)
+_IN_REPLICAS_TOO = frozenset({"update", "sync", "reset", "load_state_dict"})
 
 
-_IN_REPLICAS_TOO = frozenset({"update", "sync"})
+def _joined(metric: Any) -> Any:
+    method = vars(metric).get("compute")
+    joint = method.joint if isinstance(method, _Method) else None
+    joined = joint.joined() if isinstance(joint, MergedMetric) else None
+    return metric if joined is None else joined
 
 
 class _Method:
@@ -222,6 +245,7 @@ class _Method:
 
     def __init__(self, metric: Any, name: str, outside: Callable[..., Any]) -> None:
         self._metric, self._name, self._own, self._outside = metric, name, getattr(metric, name), outside
+        self.joint: Any = getattr(outside, "__self__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current_replica() is not None and self._name not in _IN_REPLICAS_TOO:
