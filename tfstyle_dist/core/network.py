@@ -14,6 +14,7 @@ _LISTENING = "0A"
 _SIOCGIFADDR = 0x8915
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT, _FEW_PORTS, _TRIES = 10_000, 1000, 100
+_PROBE_SECONDS = 1.0
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -141,3 +142,13 @@ def try_connect(host: str, port: int, seconds: float) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+def is_listening(address: str, unreachable: bool = False) -> bool:
+    """Whether something takes connections at ``host:port``; ``unreachable`` where the network does not tell."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+    except OSError as error:  # a name that is not known yet, a slow network, or no process at that port
+        return unreachable and not isinstance(error, ConnectionRefusedError)
+    return True

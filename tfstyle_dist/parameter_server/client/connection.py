@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.core.network import is_listening
 from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.header import (
     HEADER_SIZE,
@@ -33,7 +33,6 @@ _ADVICE = (
     "ParameterServerStrategy(..., snapshot_folder=FOLDER) a server that is started again goes on from its snapshots"
 )
 _UNREACHED = "cannot be reached by this worker: its address means another machine here, or it "
-_PROBE_SECONDS = 1.0
 _CHECK_SECONDS = 0.05
 _GOODBYE_MS = 1000
 
@@ -292,13 +291,3 @@ class Connection:
         self._abort(self._lost)
         self._drop()
         return UnavailableError(self._lost)
-
-
-def is_listening(address: str, unreachable: bool = False) -> bool:
-    """Whether something takes connections at ``host:port``; ``unreachable`` where the network does not tell."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
-    except OSError as error:  # a name that is not known yet, a slow network, or no process at that port
-        return unreachable and not isinstance(error, ConnectionRefusedError)
-    return True
