@@ -1,4 +1,4 @@
-"""A process that is forked just after a collective call, such as one of a ``DataLoader``, does not stay in the fork.
+"""A process that is forked just after a collective call, as one of a ``DataLoader`` is, hardly ever stays in the fork.
 
 A thread of Gloo's lets go of a tensor after the call has ended, and for that it becomes known to Python: for a moment
 it has the lock on the list of threads, without the interpreter's. In Python 3.11 (seen with 3.11.7) a process that is
