@@ -353,12 +353,15 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   c10::InferenceMode no_graph(false);
   at::NoGradGuard no_grad;
   if (to.device().type() == kType) (void)to.mutable_data_ptr();  // what is shared until written is copied now
+  // Made and dropped without the lock: one more reference to a tensor that Python knows waits for Python's lock, which a
+  // thread may hold that frees memory here.
+  at::Tensor target = on_host(to, true);
+  const at::Tensor source = on_host(from, false);
   {
     std::lock_guard<std::recursive_mutex> guard(lock);
     Opened first(from.device().type() == kType ? from.const_data_ptr() : nullptr);
     Opened second(to.device().type() == kType ? to.const_data_ptr() : nullptr);
-    at::Tensor target = on_host(to, true);
-    target.copy_(on_host(from, false));
+    target.copy_(source);
   }
   if (to.device().is_cpu() && !non_blocking && !in_operator) host_waits(from.device().index());
   return to;

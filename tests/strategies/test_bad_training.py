@@ -148,7 +148,7 @@ def test_lbfgs_outside_of_run(kind: Any) -> None:
     with kind(["cpu:0", "cpu:1"]) as strategy:
         with strategy.scope():
             model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-        alone = copy.deepcopy(model).to("cpu")
+        alone = copy.deepcopy(model)
 
         def same_everywhere() -> bool:
             found = strategy.experimental_local_results(strategy.run(lambda: model(rows[:4]).detach().clone()))

@@ -134,4 +134,9 @@ def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether one tensor can take the values of the other in its place."""
     if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return False
-    return one.layout is not torch.strided or one.stride() == other.stride()
+    if one.layout is not torch.strided:
+        return True
+    strides = one.stride()
+    # With 0 elements lie in each other's memory, and torch does not write to all of them.
+    apart = 0 not in strides or all(stride for stride, size in zip(strides, one.shape, strict=True) if size > 1)
+    return strides == other.stride() and apart
