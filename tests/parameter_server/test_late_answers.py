@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from served_here import THREAD, served_here
 from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import DeadlineExceededError
-from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 from tfstyle_dist.parameter_server.server.loop import ParameterServer
 
 pytestmark = pytest.mark.timeout(60)
@@ -31,28 +31,21 @@ def here(
     """A cluster with the server in this process, by each transport."""
     for name, value in zip(("TFSTYLE_SHARED_MEMORY", "TFSTYLE_PS_TCP"), TRANSPORTS[request.param], strict=True):
         monkeypatch.setenv(name, value)
-    c = cluster(workers=1, ps=1, start=False, coordinator=False)
-    context = zeromq_sockets.Context(None)
-    server = ParameterServer(context, c.spec["ps"][0], "/job:ps/task:0", 60.0)
-    thread = threading.Thread(target=server.run, name="the server")
-    thread.start()
-    try:
-        c.make_coordinator()
-        yield c, server
-    finally:
-        c.strategy.close()
-        server.end()
-        thread.join(20)
-        context.close()
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("tfstyle-ps")])
+    with served_here(cluster(workers=1, ps=1, start=False, coordinator=False)) as served:
+        yield served
+
+
+def read_once(c: Any) -> tuple[Any, Any]:
+    """A variable, and the link to its server, which has answered."""
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(10))
+    assert v.value().eq(0).all()
+    return v, c.strategy.servers.links[0]
 
 
 def test_of_a_call(here: Any) -> None:
     c, server = here
-    with c.strategy.scope():
-        v = td.Variable(torch.zeros(10))
-    assert v.value().eq(0).all()
-    link = c.strategy.servers.links[0]
+    _, link = read_once(c)
     link.timeout = timedelta(seconds=0.3)
     with server.lock, pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
         link.call({"method": "statistics"})
@@ -63,11 +56,9 @@ def test_of_a_call(here: Any) -> None:
 
 def test_of_a_request(here: Any) -> None:
     c, server = here
+    v, link = read_once(c)
     with c.strategy.scope():
-        v = td.Variable(torch.zeros(10))
         large = td.Variable(torch.zeros(300_000))
-    assert v.value().eq(0).all()
-    link = c.strategy.servers.links[0]
     for variable in (v, large):
         link.timeout = timedelta(seconds=0.3)
         with server.lock, pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
@@ -79,13 +70,12 @@ def test_of_a_request(here: Any) -> None:
 
 def test_a_strategy_that_ends_after_one_says_goodbye(here: Any) -> None:
     c, server = here
-    link = c.strategy.servers.links[0]
-    link.connect()
+    _, link = read_once(c)
     link.timeout = timedelta(seconds=0.3)
     with server.lock, pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
         link.call({"method": "statistics"})
     c.strategy.close()
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "the server"])
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == THREAD])
 
 
 def test_a_function_whose_server_is_always_late_is_not_run_without_end(cluster: Any, tmp_path: Any) -> None:
@@ -107,10 +97,7 @@ def test_a_function_whose_server_is_always_late_is_not_run_without_end(cluster: 
 @pytest.mark.parametrize("here", ["shared memory"], indirect=True)
 def test_of_a_connection_that_is_being_made(here: Any) -> None:
     c, server = here
-    with c.strategy.scope():
-        v = td.Variable(torch.zeros(10))
-    assert v.value().eq(0).all()
-    link = c.strategy.servers.links[0]
+    v, link = read_once(c)
     link.lose("is tried", alive=True)
     link.reconnect()
     exchange, asked = link._exchange, []
@@ -136,9 +123,7 @@ def test_of_a_connection_that_is_being_made(here: Any) -> None:
 def test_a_host_that_cannot_be_reached_for_a_while_is_asked_again(here: Any, number: int) -> None:
     """As TCP says it when what was sent was not acknowledged for too long, or the other end does not answer probes."""
     c, _ = here
-    with c.strategy.scope():
-        v = td.Variable(torch.zeros(10))
-    assert v.value().eq(0).all()
+    v, link = read_once(c)
 
     class Vanished:
         def recv(self, most: int) -> bytes:
@@ -147,6 +132,6 @@ def test_a_host_that_cannot_be_reached_for_a_while_is_asked_again(here: Any, num
         def __getattr__(self, name: str) -> Any:
             return getattr(real, name)
 
-    used = c.strategy.servers.links[0].transport.socket
+    used = link.transport.socket
     real, used._socket = used._socket, Vanished()
     assert v.value().eq(0).all()

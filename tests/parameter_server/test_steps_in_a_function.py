@@ -184,65 +184,6 @@ def test_two_models_that_learn_from_each_other_in_one_function(cluster: Any) -> 
             torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-6)
 
 
-def _by_hand(model: nn.Module, optimizer: Any) -> None:
-    with torch.no_grad():
-        model.weight -= 0.1
-
-
-def _clamp(model: nn.Module, optimizer: Any) -> None:
-    model.weight.data.clamp_(-0.001, 0.001)
-
-
-def _assign(model: nn.Module, optimizer: Any) -> None:
-    model.weight.data = model.weight.data * 2
-
-
-def _load(model: nn.Module, optimizer: Any) -> None:
-    model.load_state_dict({"weight": torch.zeros(1, LARGE)})
-
-
-def _before_the_step(model: nn.Module, optimizer: Any) -> None:
-    _clamp(model, optimizer)
-    model(torch.ones(1, LARGE)).sum().backward()
-    optimizer.step()
-    model(torch.ones(1, LARGE))
-
-
-@pytest.mark.parametrize("change", [_by_hand, _clamp, _assign, _load, _before_the_step])
-def test_what_would_be_lost_is_refused(cluster: Any, change: Callable[[Any, Any], None]) -> None:
-    c = cluster(workers=1, ps=1)
-    with c.strategy.scope():
-        model = nn.Linear(LARGE, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    before = model.weight.detach().clone()
-    c.coordinator.schedule(lambda: change(model, optimizer))
-    with pytest.raises(RuntimeError, match="wrote to the parameter 'weight', which lives on parameter servers"):
-        c.coordinator.join(timeout=30)
-    assert torch.equal(c.coordinator.schedule(lambda: model.weight.detach().clone()).get(), before)
-    assert torch.equal(model.weight.detach(), before)
-
-
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_first_write_in_a_later_run_is_refused_too(cluster: Any, moved: bool) -> None:
-    c = cluster(workers=1, ps=1)
-    with c.strategy.scope():
-        model = nn.Linear(2, 1)
-
-    def step(number: int) -> None:
-        if number == 6:  # a run in which no values are compared
-            if moved:
-                model.weight.data = model.weight.data * 2
-            else:
-                nn.init.zeros_(model.weight)
-
-    for number in range(6):
-        c.coordinator.schedule(step, args=(number,))
-    c.coordinator.join(timeout=30)
-    c.coordinator.schedule(step, args=(6,))
-    with pytest.raises(RuntimeError, match="wrote to the parameter 'weight'"):
-        c.coordinator.join(timeout=30)
-
-
 def test_a_function_may_put_back_what_it_changed(cluster: Any) -> None:
     """Sharpness-aware minimization, and an evaluation with other weights."""
     c = cluster(workers=1, ps=1)

@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from served_here import served_here
 from until import wait_until
 
 import tfstyle_dist as td
@@ -54,21 +55,8 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def here(far: Callable[..., Any]) -> Iterator[tuple[Any, ParameterServer]]:
     """A cluster with the server in this process."""
-    c = far(start=False, coordinator=False)
-    context = zeromq_sockets.Context(None)
-    server = ParameterServer(context, c.spec["ps"][0], "/job:ps/task:0", 60.0)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        c.make_coordinator()
-        yield c, server
-    finally:
-        c.strategy.close()
-        server.end()  # its client may have been refused, and could not say goodbye
-        thread.join(20)
-        context.close()
-    # A connection that has ended by itself is not waited for; its thread is about to end.
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("tfstyle-ps")])
+    with served_here(far(start=False, coordinator=False)) as served:
+        yield served
 
 
 def place_of(variable: Any) -> int:

@@ -12,28 +12,33 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
 import tfstyle_dist as tfd
+from tfstyle_dist.core import torch_internals
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def setting(get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> Iterator[None]:
+    before = get()
+    put(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        put(before)
 
 
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
+def default_dtype(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+    return setting(torch.get_default_dtype, torch.set_default_dtype, dtype)
+
+
+def deterministic() -> contextlib.AbstractContextManager[None]:
+    return setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True)
+
+
+def blocks_that_keep() -> int:
+    """In how many blocks of ``parametrize.cached`` the program is."""
+    count: int = getattr(parametrize, torch_internals.PARAMETRIZED[1])
+    return count
 
 
 SETTINGS: dict[str, tuple[Context, Callable[[], Any]]] = {
@@ -45,7 +50,7 @@ SETTINGS: dict[str, tuple[Context, Callable[[], Any]]] = {
     ),
     "deterministic": (deterministic, torch.are_deterministic_algorithms_enabled),
     "attention": (lambda: sdpa_kernel(SDPBackend.MATH), torch.backends.cuda.flash_sdp_enabled),
-    "parametrized": (parametrize.cached, lambda: parametrize._cache_enabled),
+    "parametrized": (parametrize.cached, blocks_that_keep),
 }
 
 
@@ -96,7 +101,7 @@ def test_a_setting_of_a_step_that_raises_on_one_replica(three: Any) -> None:
     for fails in (True, False):
         with pytest.raises(ValueError, match="no more data") if fails else contextlib.nullcontext():
             assert three.experimental_local_results(three.run(step, args=(fails,))) == (torch.float32,)  # one for all
-        assert (torch.get_default_dtype(), parametrize._cache_enabled) == (torch.float32, 0)
+        assert (torch.get_default_dtype(), blocks_that_keep()) == (torch.float32, 0)
 
 
 def test_a_run_inside_of_a_run_begins_with_the_first_replicas(three: Any) -> None:

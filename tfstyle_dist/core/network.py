@@ -146,9 +146,8 @@ def try_connect(host: str, port: int, seconds: float) -> str | None:
 
 def is_listening(address: str, unreachable: bool = False) -> bool:
     """Whether something takes connections at ``host:port``; ``unreachable`` where the network does not tell."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+        socket.create_connection(parse_address(address), _PROBE_SECONDS).close()
     except OSError as error:  # a name that is not known yet, a slow network, or no process at that port
         return unreachable and not isinstance(error, ConnectionRefusedError)
     return True

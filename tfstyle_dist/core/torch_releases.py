@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from tfstyle_dist.core.logging import warn_once
 
@@ -13,6 +14,7 @@ NEWEST = (2, 15)
 """The newest one; ``docs/status.md`` says what was run with which."""
 
 
+@cache
 def release(version: str) -> tuple[int, ...]:
     """The two first numbers of a version: ``(2, 16)`` for ``"2.16.0a0+git1234"``."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

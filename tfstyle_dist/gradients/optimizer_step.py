@@ -17,6 +17,7 @@ from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.program_line import program_line
 from tfstyle_dist.gradients import local_gradients
 from tfstyle_dist.runtime.context import StrategyInForce, replica_of
+from tfstyle_dist.variables.common_objects import in_elastic_job
 from tfstyle_dist.variables.record import Record
 
 TOLD_BY_SCALERS = "grad_scale", "found_inf"
@@ -66,8 +67,7 @@ class UpdateRunner:
             return None
         replica = replica_of(strategy)
         # Outside of run in one process there is one step, and what it wrote reaches all replicas.
-        contents = strategy.parameter_store.contents
-        one_process = strategy.worker.group.size == 1 and (contents is None or contents.common is None)
+        one_process = strategy.worker.group.size == 1 and not in_elastic_job(strategy.parameter_store)
         if isinstance(optimizer, torch.optim.LBFGS) and (replica is not None or not one_process):
             raise RuntimeError(
                 "torch.optim.LBFGS calls its closure a different number of times on each replica, so the replicas "

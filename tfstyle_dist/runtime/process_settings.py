@@ -79,12 +79,10 @@ class ProcessSettings:
         try:
             return action(*args)
         finally:
-            changed = [
-                (place, now) for place, (was, now) in enumerate(zip(before, self._now(), strict=True)) if was is not now
-            ]
-            for place, now in changed:
-                for kept in (self._at_first, *self._of.values()) if place else ():  # what is kept is each one's own
-                    kept[place] = now
+            for place, (was, now) in enumerate(zip(before, self._now(), strict=True)):
+                if was is not now and place:  # the first is what is kept, each one's own
+                    for values in (self._at_first, *self._of.values()):
+                        values[place] = now
 
     def _now(self) -> list[Any]:
         return [get() for get, _ in self._settings]

@@ -97,14 +97,6 @@ def run(
         return _run_counted(strategy, fn, arguments, keywords)
 
 
-def refuse_pickling(strategy: Strategy) -> Any:
-    """Raises TypeError: a strategy is of its process."""
-    raise TypeError(
-        f"{strategy!r} cannot be pickled: it holds this process's replicas and its connections to other workers. Make "
-        "a strategy in each process, and keep it out of datasets and of what else is sent to another process or saved."
-    )
-
-
 def _run_counted(strategy: Strategy, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
     strategy.parameter_store.ensure_equal()
     strategy.parameter_store.runs += 1
@@ -127,6 +119,14 @@ def _run_counted(strategy: Strategy, fn: Callable[..., Any], arguments: Sequence
             drift.end_run()
         if counts:
             strategy.monitor.end(finished)
+
+
+def refuse_pickling(strategy: Strategy) -> Any:
+    """Raises TypeError: a strategy is of its process."""
+    raise TypeError(
+        f"{strategy!r} cannot be pickled: it holds this process's replicas and its connections to other workers. Make "
+        "a strategy in each process, and keep it out of datasets and of what else is sent to another process or saved."
+    )
 
 
 def _run_replicas(

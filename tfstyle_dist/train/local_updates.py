@@ -15,6 +15,7 @@ from tfstyle_dist.runtime.clocks import UPDATE
 from tfstyle_dist.runtime.context import Frame, Replica, entered
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.variables import find_record
+from tfstyle_dist.variables.common_objects import in_elastic_job
 from tfstyle_dist.variables.record import Placement, Record
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, pair
     if strategy.worker.num_local_replicas == 1:
         optimizer._update([(g, v) for g, v in pairs if g is not None])
         return
-    contents = strategy.parameter_store.contents
-    if central or (contents is not None and contents.common is not None):
+    if central or in_elastic_job(strategy.parameter_store):
         _apply_equal(optimizer, strategy, replica, pairs, "under central storage" if central else "in an elastic job")
         return
     if not optimizer.updates_copies:
@@ -55,7 +55,7 @@ def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, pair
             "several replicas in one process: it has the state of one copy. Start one process for each replica, or use "
             "one of the optimizers of the train module."
         )
-    if contents is not None:
+    if (contents := strategy.parameter_store.contents) is not None:
         contents.may_differ = True
 
     def joint(payloads: list[list[tuple[Any, Any]]]) -> list[None]:

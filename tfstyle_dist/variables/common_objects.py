@@ -56,3 +56,9 @@ class CommonObjects:
     def living(self) -> list[tuple[int, HeldInCommon]]:
         """The living ones with their numbers, in the order in which they were found."""
         return [(number, thing) for number, known in enumerate(self._all) if (thing := known()) is not None]
+
+
+def in_elastic_job(store: Any) -> bool:
+    """Whether a parameter store is of an elastic job: other workers may train with it, though its group is alone."""
+    contents = store.contents
+    return contents is not None and contents.common is not None

@@ -37,6 +37,8 @@ def _is_of_torcheval(thing: Any) -> bool:
 class Contents(Protocol):
     """What a metric is told of the objects of its strategy: a ``ReplicaContents``."""
 
+    common: Any
+
     @property
     def shown(self) -> int:
         """The replica whose content the objects hold."""
@@ -133,9 +135,8 @@ class JointMetric:
     def compute(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Has every replica compute what all of them have counted."""
         metric = self._metric()
-        if self._counts or (self._contents() is None and metric is not None and metric._computed is not None):
-            return own(*args, **kwargs)
-        if (contents := self._living()) is None:
+        known = self._contents() is None and metric is not None and metric._computed is not None
+        if self._counts or known or (contents := self._living()) is None:
             return own(*args, **kwargs)
         found: list[Any] = []
         collections = [thing for thing, _ in contents.objects() if self._is_in(thing)]
@@ -215,7 +216,7 @@ class MergedMetric(JointMetric):
         metric, contents = self._metric(), self._living()
         if contents is None:
             return None
-        if getattr(contents, "common", None) is not None:
+        if contents.common is not None:
             warn_once("torcheval in an elastic job", _ELASTIC)
         first, *others = self._copies(metric)
         return first.merge_state(others)

@@ -11,6 +11,7 @@ from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.runtime.context import current_frame, current_replica
 from tfstyle_dist.values import DistributedValues
 from tfstyle_dist.variables.assigning import assign
+from tfstyle_dist.variables.common_objects import in_elastic_job
 from tfstyle_dist.variables.component import read_across_replicas
 from tfstyle_dist.variables.creation import VariableSpec, copy_variable, default_creator
 from tfstyle_dist.variables.number_methods import NumberMethods
@@ -247,8 +248,7 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         parameter.
         """
         record = self._tfstyle_record
-        contents, size = record.store.contents, record.store.worker.group.size
-        several = size > 1 or (contents is not None and contents.common is not None)  # the latter in elastic jobs
+        several = record.store.worker.group.size > 1 or in_elastic_job(record.store)
         if several or record.placement is Placement.REMOTE or current_replica() is not None:
             return super().__deepcopy__(memo)
         if id(self) not in memo:
