@@ -47,6 +47,22 @@ if "drop" in sys.argv:
     gc.collect()
 """
 
+OUTLIVES = """
+import sys
+import torch
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+import tfstyle_dist as td
+
+sys.setswitchinterval(10)  # a thread of Gloo that wants Python's lock gets it only when this thread waits
+for _ in range(40):
+    strategy = td.MultiWorkerMirroredStrategy()
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    torch.distributed.all_reduce(torch.zeros(1))
+    strategy.close()
+    del model
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__.startswith(("2.9.", "2.10.")), reason="this torch gives its threads no names")
@@ -59,4 +75,12 @@ def test_no_gloo_thread_is_left(options: list[str], shared: str, tmp_path: Path)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     result = run_script([script, *options], nproc=2, timeout=120, env={"TFSTYLE_SHARED_MEMORY": shared})
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_a_model_that_outlives_its_strategy_frees_the_group(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OUTLIVES, encoding="utf-8")
+    result = run_script([script], nproc=2, timeout=60)
     assert result.returncode == 0, result.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,6 +22,7 @@ from tfstyle_dist.core.tracing import region
 
 _UNLIMITED = timedelta(days=365)
 _WATCHDOG_GRACE = timedelta(seconds=30)
+_THREADS_PATIENCE = 0.1  # seconds; the threads need microseconds, once they are let
 
 
 def torch_limit(timeout: timedelta | None, backend: str) -> timedelta:
@@ -32,6 +35,25 @@ def torch_limit(timeout: timedelta | None, backend: str) -> timedelta:
     if timeout is None:
         return _UNLIMITED
     return 2 * timeout + _WATCHDOG_GRACE if "," in backend else timeout
+
+
+def let_threads_finish() -> None:
+    """Lets the threads of a torch group that was destroyed end their last call.
+
+    A model of ``DistributedDataParallel`` that holds the last reference frees the group while it holds Python's global
+    lock. A thread of Gloo that at that moment wants the lock, to let go of the tensors of the last call, would never
+    get it, and both would wait for ever. torch itself frees a group without the lock.
+    """
+    time.sleep(_THREADS_PATIENCE)
+
+
+def destroyed(process_group: Any) -> bool:
+    """Whether a torch group was destroyed, or never known."""
+    try:
+        dist.get_rank(process_group)
+    except ValueError:
+        return True
+    return False
 
 
 _DONE = Done()
@@ -227,7 +249,10 @@ class TorchTransport:
 
     def release(self) -> None:
         """Gives the torch group away: its threads end with the last reference to it."""
-        self.process_group = None
+        known, self.process_group = weakref.ref(self.process_group), None
+        held = known()  # by a model of DistributedDataParallel, for example
+        if held is not None and destroyed(held):
+            let_threads_finish()
 
     # ---- helpers ----------------------------------------------------------------------------------------------
 

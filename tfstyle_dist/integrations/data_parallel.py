@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.comm.rendezvous.bootstrap import before_default_group, default_process_group
+from tfstyle_dist.comm.torch_transport import let_threads_finish
 from tfstyle_dist.cross_device_ops.collective import sparse_sum_over_workers, widened_type
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
 
 before_default_group()  # the library makes that group, mostly before the script makes its optimizer
-
-_PATIENCE = 0.1  # seconds; the threads need microseconds, once they are let
 
 
 def is_elastic(strategy: Strategy) -> bool:
@@ -101,9 +99,6 @@ def sum_of_processes(strategy: Strategy, value: torch.Tensor, name: str, mean: b
 def outlive_threads(model: Any) -> None:
     """Lets the threads of the process group end their last call before the model frees it.
 
-    torch frees the group while it holds Python's global lock. A thread of Gloo that at that moment wants the lock, to
-    let go of the tensors of the last call, would never get it, and both would wait for ever.
-
     Args:
         model: of ``DistributedDataParallel``; maybe it holds the last reference to its group.
     """
@@ -112,11 +107,11 @@ def outlive_threads(model: Any) -> None:
 
 
 def _let_threads_finish(known: Callable[[], Any]) -> None:
-    """Called when a model is about to be freed; waits a moment if it holds the last reference to its process group.
+    """Called when a model is about to be freed, which may hold the last reference to its process group.
 
     Args:
         known: gives the default group of the time when the model was prepared, if it is still there.
     """
     group = known()
     if group is None or group is not default_process_group():
-        time.sleep(_PATIENCE)
+        let_threads_finish()

@@ -24,6 +24,7 @@ _CLUSTER_VARIABLES = {
 _CLUSTER_PREFIXES = ("TORCHELASTIC_", "SLURM_")
 _MAX_OUTPUT_BYTES = 100_000
 _STACK_PATIENCE = 3.0
+_STACK_PAUSE = 0.5  # on a busy machine a process may pause in the middle of writing its stacks
 _PROCESS_VARIABLE = "TFSTYLE_TESTING_PROCESS"
 
 
@@ -145,15 +146,16 @@ class RankProcess:
 
     def wait_for_stacks(self) -> str:
         """Returns the stacks that `request_stacks` asked for, or says that none came."""
-        end = time.monotonic() + _STACK_PATIENCE
-        previous = ""
-        while time.monotonic() < end and self.exited() is None:
-            time.sleep(0.1)
-            text = self.new_output("stacks")
-            if text and text == previous:
+        begin = changed = time.monotonic()
+        text = ""
+        while (now := time.monotonic()) < begin + _STACK_PATIENCE and self.exited() is None:
+            previous, text = text, self.new_output("stacks")
+            if text != previous:
+                changed = now
+            elif text and now > changed + _STACK_PAUSE:
                 break
-            previous = text
-        return previous or "(the rank did not answer the request for its stacks)\n"
+            time.sleep(0.1)
+        return text or "(the rank did not answer the request for its stacks)\n"
 
     def wait(self, patience: float) -> bool:
         """Waits for the end of the process without taking its exit status; returns whether it has ended."""
