@@ -12,8 +12,8 @@ import llvmlite.binding as llvm
 
 import tfstyle_dist as td
 
-FORKS, SECONDS = 12, 5.0
-MOST = 1
+FORKS, SECONDS = 40, 5.0
+MOST = 3
 """A thread that the system let wait for longer than the fork may still come in between: about once in 500 forks."""
 
 

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.timeout(60)
 NOBODY = 65534
 
 
-def ask(name: str) -> str | None:
+def ask(name: str, seconds: float = 15.0) -> str | None:
     """Asks in another thread: one that asks is not shown."""
     answer: list[str | None] = []
-    asker = threading.Thread(target=lambda: answer.append(stacks.ask(name, 0.5)), daemon=True)
+    asker = threading.Thread(target=lambda: answer.append(stacks.ask(name, seconds)), daemon=True)
     asker.start()
     asker.join(20)
     assert answer, "it waits on"
@@ -84,7 +84,7 @@ def test_an_answer_that_never_ends_is_cut(answering: Any) -> None:
             asker.sendall(b"line\n")
 
     try:
-        assert set((ask(answering(trickle)) or "").split()) == {"line"}
+        assert set((ask(answering(trickle), 1.0) or "").split()) == {"line"}
     finally:
         over.set()
 

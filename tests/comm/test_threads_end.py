@@ -13,14 +13,22 @@ import torch
 from tfstyle_dist.testing.runner import run_script
 
 SCRIPT = """
-import atexit, gc, os, sys
+import atexit, contextlib, gc, os, sys, time
 
-def running():
-    threads = [open(f"/proc/self/task/{n}/comm").read() for n in os.listdir("/proc/self/task")]
-    return sum("gloo_run" in name for name in threads)
+def running(seconds=0):
+    end = time.monotonic() + seconds
+    while True:
+        names = []
+        for task in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                names.append(open(f"/proc/self/task/{task}/comm").read())
+        count = sum("gloo_run" in name for name in names)
+        if count == 0 or time.monotonic() >= end:  # one that has ended is listed for a moment longer
+            return count
+        time.sleep(0.01)
 
 # Registered first, so it runs after the package's own exit handler.
-atexit.register(lambda: running() and os._exit(3))
+atexit.register(lambda: running(5) and os._exit(3))
 import torch
 import tfstyle_dist as tfd
 
@@ -41,7 +49,7 @@ def train():
 strategy = train()
 if "close" in sys.argv:
     strategy.close()
-    assert running() == 0
+    assert running(5) == 0
 if "drop" in sys.argv:
     del strategy
     gc.collect()

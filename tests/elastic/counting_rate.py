@@ -13,7 +13,7 @@ import tfstyle_dist as tfd
 
 torch.manual_seed(0)
 index, life = json.loads(os.environ["TF_CONFIG"])["task"]["index"], int(os.environ["LIFE"])
-strategy = tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2))
+strategy = tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2, suspect_after=30))
 with strategy.scope():
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

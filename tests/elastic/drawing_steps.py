@@ -52,7 +52,7 @@ def loader() -> torch.utils.data.DataLoader[torch.Tensor]:
 
 def main() -> None:
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    strategy = tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=4))
+    strategy = tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=4, suspect_after=30))
     strategy.seed_replicas(7, python=True)
     with strategy.scope():
         model = torch.nn.Linear(3, 1)

@@ -10,7 +10,7 @@ import torch
 import tfstyle_dist as tfd
 
 zeroes = sys.argv[1] == "1"
-with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2, suspect_after=30)) as strategy:
     with strategy.scope():
         model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1)) for _ in range(2)])
 

@@ -76,7 +76,7 @@ def test_a_worker_killed_in_the_middle_is_named(
     end(strategy)
 
 
-@ways(["MEMORY", "SLICES", "HOSTS"], deadline=5)
+@ways(["MEMORY", "SLICES", "HOSTS"], deadline=10)
 def test_a_worker_stopped_in_the_middle_is_noticed(
     way: str, rank: int, ranks: Any, monkeypatch: pytest.MonkeyPatch, shared_tmp_path: Path
 ) -> None:

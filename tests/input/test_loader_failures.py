@@ -56,6 +56,30 @@ def test_the_other_ranks_hear_of_it(how: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.distributed(workers=2, timeout=60, deadline=20)
+def test_news_of_a_dead_loader_that_comes_while_values_are_sent_is_no_lost_worker(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's signal handler raises in whatever the main thread does."""
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    with td.MultiWorkerMirroredStrategy() as strategy:
+        transport, tensor = strategy.worker.group._transport, torch.ones(2)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.distributed, "all_reduce", interrupted)
+            patched.setattr(torch.distributed, "batch_isend_irecv", interrupted)
+            for call in (
+                lambda: transport.start_all_reduce(tensor, "a sum"),
+                lambda: transport.exchange([(1 - rank, tensor)], [], "a message"),
+            ):
+                with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
+                    call()
+                assert type(caught.value) is RuntimeError
+        assert strategy.reduce("SUM", tensor, axis=None).tolist() == [2.0, 2.0]
+
+
 def main(how: str) -> None:
     """Sample 5 is rank 1's; rank 0 meets the news in its next collective call."""
     strategy = td.MirroredStrategy()

@@ -29,7 +29,7 @@ class Launch:
     def __init__(self, program: Path, options: list[str], marker: str) -> None:
         self.marker = marker
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tfstyle_dist.launch", "--grace", "2", *options, str(program), marker],
+            [sys.executable, "-m", "tfstyle_dist.launch", "--grace", "30", *options, str(program), marker],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -206,7 +206,6 @@ if index == 0:
         time.sleep(0.01)
     raise PeerLostError("Worker 1 is missing")
 open(begun, "w").close()
-time.sleep(0.5)
 raise KeyError("the cause")
 """
     code, _, err = launch(source, "--workers", "2").end()
@@ -330,12 +329,15 @@ import subprocess
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child, sys.argv[1]])
+begun = __file__ + ".begun"
 if index == 1:
-    time.sleep(1)
+    while not os.path.exists(begun):
+        time.sleep(0.01)
     sys.exit(5)
+open(begun, "w").close()
 time.sleep(600)
 """
-    started = launch(source, "--workers", "2")
+    started = launch(source, "--workers", "2", "--grace", "2")
     code, _, err = started.end()
     assert code == 5
     assert "[launch] worker 0 did not stop: killed" in err

@@ -118,7 +118,7 @@ def test_workers_must_hold_as_many_replicas(rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.distributed(workers=2, timeout=60, deadline=5)
+@pytest.mark.distributed(workers=2, timeout=60, deadline=10)
 def test_an_absent_worker_shows_where_it_is(rank: int, shared_tmp_path: Path) -> None:
     done = shared_tmp_path / "done"
     strategy = td.MultiWorkerMirroredStrategy()

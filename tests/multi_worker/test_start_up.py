@@ -83,7 +83,7 @@ def test_workers_that_start_one_after_the_other_meet(
         assert strategy.is_chief == (rank == 1)
 
 
-@tasks(2, 4)
+@tasks(2, 8)
 def test_absent_tasks_are_listed_with_their_addresses(rank: int, cluster: Cluster, start: Start) -> None:
     with pytest.raises(DeadlineExceededError) as caught:
         start(cluster, [0, 2][rank])

@@ -107,11 +107,14 @@ def test_two_hosts_elastic_start_again_after_a_failure(run: Any, program: Path) 
 def test_ps_cluster(run: Any, tmp_path: Path) -> None:
     program = tmp_path / "roles.py"
     program.write_text(
-        "import time\n"
+        "import pathlib, time\n"
         "from tfstyle_dist.cluster_resolver import TFConfigClusterResolver\n"
         "resolver = TFConfigClusterResolver()\n"
         "print(resolver.task_type, resolver.task_id, resolver.cluster_spec().num_tasks('ps'), flush=True)\n"
-        "time.sleep(3 if resolver.task_type == 'chief' else 600)\n"
+        "folder = pathlib.Path(__file__).parent\n"
+        "(folder / f'here-{resolver.task_type}-{resolver.task_id}').touch()\n"
+        "while resolver.task_type != 'chief' or len(list(folder.glob('here-*'))) < 4:\n"
+        "    time.sleep(0.05)\n"
     )
     said = outputs(run("ps_cluster.sh", [program], WORKERS=1, PS=2, GRACE=1))
     for task in ("chief 0", "worker 0", "ps 0", "ps 1"):

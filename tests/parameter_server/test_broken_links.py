@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import cloudpickle
@@ -16,8 +17,9 @@ import tfstyle_dist as td
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server.client import connection
 from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation
-from tfstyle_dist.parameter_server.protocol.work import Work
+from tfstyle_dist.parameter_server.protocol.work import NO_WORK, Work
 
 pytestmark = pytest.mark.timeout(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -39,7 +41,7 @@ def test_functions_run_again_when_a_server_was_out_of_reach(cluster: Any, shared
     def stop() -> None:
         time.sleep(0.2)
         c.signal("ps", 0, signal.SIGSTOP)  # no answer, and no heartbeat, for longer than links wait
-        time.sleep(3.5)
+        time.sleep(7)
         c.signal("ps", 0, signal.SIGCONT)
 
     results = [c.coordinator.schedule(add) for _ in range(200)]
@@ -75,6 +77,36 @@ def test_writes_without_an_answer_are_said(cluster: Any) -> None:
         look_until_it_is_noticed(link)
     with pytest.raises(UnavailableError, match="1 requests with writes had not been answered"):
         link.finish()
+
+
+def test_what_was_gathered_before_a_first_connection_that_breaks_is_sent(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(10))
+    context = zeromq_sockets.Context(None)
+    handshake = {"role": "worker", "session": c.strategy.session, "task": "worker 5"}
+    link = ServerLink(context, c.spec["ps"][0], "server", handshake, timedelta(seconds=20))
+    exchange, broken = link._exchange, []
+
+    def breaks_first(*message: Any) -> Any:
+        if not broken:
+            broken.append(message)
+            raise link.gone()
+        return exchange(*message)
+
+    monkeypatch.setattr(link, "_exchange", breaks_first)
+    operation = Operation(Op.ADD, 0, v._tfstyle_record.shards[0].number, 0, 0, 40)
+    try:
+        link.post(NO_WORK, [operation], [torch.ones(10)])
+        link.call({"method": "statistics"})
+        link.finish()
+    finally:
+        link.close(goodbye=False)
+        context.close()
+    assert broken
+    assert v.value().eq(1).all()
 
 
 @pytest.mark.parametrize("shared", ["1", "0"])

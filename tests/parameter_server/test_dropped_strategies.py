@@ -15,11 +15,19 @@ from tfstyle_dist.core.errors import UnavailableError
 
 pytestmark = pytest.mark.timeout(90)
 CHIEF = """
-import gc, json, sys, weakref
+import gc, json, os, signal, subprocess, sys, weakref
 import torch
 import tfstyle_dist as td
 
 def train(how):
+    if how.isdigit():  # the server is late by half a second
+        from tfstyle_dist.coordinator.worker_pool import WorkerPool
+        start = WorkerPool.__init__
+        def late(self, *arguments):
+            os.kill(int(how), signal.SIGSTOP)
+            subprocess.Popen(["sh", "-c", "sleep 0.5; kill -CONT " + how])
+            start(self, *arguments)
+        WorkerPool.__init__ = late
     spec = td.cluster_resolver.ClusterSpec(json.loads(sys.argv[1]))
     strategy = td.ParameterServerStrategy(td.cluster_resolver.SimpleClusterResolver(spec, "", "chief", 0))
     with strategy.scope():
@@ -57,6 +65,12 @@ def test_a_dropped_strategy_is_collected_without_a_wait(cluster: Any, how: str) 
 def test_the_tasks_of_a_dropped_strategy_end_with_the_program(cluster: Any) -> None:
     c = cluster(workers=1, ps=1, coordinator=False)
     drop(c, "running coordinator")
+    assert [c.wait(job, 0) for job in ("worker", "ps")] == [0, 0]
+
+
+def test_a_task_that_is_late_when_the_program_ends_is_told(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1, coordinator=False)
+    drop(c, str(c.pids["ps", 0]))
     assert [c.wait(job, 0) for job in ("worker", "ps")] == [0, 0]
 
 

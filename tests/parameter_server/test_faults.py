@@ -274,28 +274,30 @@ def test_two_tasks_with_one_index(cluster: Any) -> None:
     assert c.coordinator.schedule(lambda: 2).get(timeout=30) == 2
 
 
-def test_functions_that_misbehave(cluster: Any) -> None:
-    c = cluster(workers=1, ps=1)
+def test_functions_that_misbehave(cluster: Any, tmp_path: Path) -> None:
+    c, both = cluster(workers=1, ps=1), tmp_path / "both"
 
     class Boom(Exception):
         pass
 
     def fails() -> None:
+        while not both.exists():
+            time.sleep(0.01)
         raise Boom("on purpose")
 
     def returns_a_lock() -> Any:
         return threading.Lock()
 
     bad = c.coordinator.schedule(fails)
-    queued = [c.coordinator.schedule(time.sleep, args=(0.01,)) for _ in range(1)]
+    queued = c.coordinator.schedule(time.sleep, args=(0.01,))
+    both.touch()
     with pytest.raises(Boom, match="on purpose") as caught:
         c.coordinator.join(timeout=30)
     assert "in fails" in "".join(caught.value.__notes__)
     with pytest.raises(Boom):
         bad.get()
-    for result in queued:
-        with contextlib.suppress(CancelledError):
-            assert result.get(timeout=30) is None
+    with contextlib.suppress(CancelledError):
+        assert queued.get(timeout=30) is None
     c.coordinator.schedule(returns_a_lock)
     with pytest.raises(TypeError, match="cannot be sent to another process"):
         c.coordinator.join(timeout=30)
@@ -313,6 +315,7 @@ def test_functions_that_misbehave(cluster: Any) -> None:
     with pytest.raises(td.errors.InvalidArgumentError):
         c.coordinator.join()
     never = c.coordinator.schedule(time.sleep, args=(600.0,))
+    wait_until(lambda: c.coordinator.statistics().running == 1)
     with pytest.raises(DeadlineExceededError, match="1 scheduled functions are running"):
         c.coordinator.join(timeout=0.3)
     with pytest.raises(DeadlineExceededError):

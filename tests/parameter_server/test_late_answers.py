@@ -18,6 +18,7 @@ from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import DeadlineExceededError
+from tfstyle_dist.parameter_server.client import connection
 from tfstyle_dist.parameter_server.server.loop import ParameterServer
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,7 +69,8 @@ def test_of_a_request(here: Any) -> None:
         assert float(variable.value().max()) in (1, 2)  # what was not answered may have been made
 
 
-def test_a_strategy_that_ends_after_one_says_goodbye(here: Any) -> None:
+def test_a_strategy_that_ends_after_one_says_goodbye(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_GOODBYE_MS", 20_000)  # of a busy machine
     c, server = here
     _, link = read_once(c)
     link.timeout = timedelta(seconds=0.3)

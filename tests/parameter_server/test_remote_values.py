@@ -76,15 +76,19 @@ def test_a_lost_worker_takes_its_results_along(cluster: Any, tmp_path: Path) -> 
     assert c.coordinator.schedule(last, args=(first,)).get(timeout=30) == 4
 
 
-def test_results_that_never_come(cluster: Any) -> None:
+def test_results_that_never_come(cluster: Any, tmp_path: Path) -> None:
     c = cluster(workers=1, ps=1)
 
+    both = tmp_path / "both"
+
     def fails() -> None:
-        time.sleep(0.1)
+        while not both.exists():
+            time.sleep(0.01)
         raise KeyError("on purpose")
 
     bad = c.coordinator.schedule(fails)
     waits = c.coordinator.schedule(add, args=(bad, 1))
+    both.touch()
     with pytest.raises(KeyError):
         c.coordinator.join(timeout=30)
     with pytest.raises(CancelledError):

@@ -228,6 +228,17 @@ def test_clients_that_take_nothing_or_vanish(here: Any) -> None:
     context.close()
 
 
+def test_a_server_that_is_late_hears_the_goodbye(far: Any) -> None:
+    c = far()
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(100_000))
+    assert v.value().eq(0).all()
+    c.signal("ps", 0, signal.SIGSTOP)
+    threading.Timer(1.6, c.signal, ("ps", 0, signal.SIGCONT)).start()
+    c.strategy.close()
+    assert c.wait("ps", 0) == 0
+
+
 TRANSPORTS = ({"TFSTYLE_SHARED_MEMORY": "1"}, {"TFSTYLE_SHARED_MEMORY": "0"}, {"TFSTYLE_SHARED_MEMORY": "0"},
         {"TFSTYLE_SHARED_MEMORY": "0", "TFSTYLE_PS_TCP": "0"})  # fmt: skip
 

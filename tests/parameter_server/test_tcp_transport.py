@@ -92,7 +92,7 @@ def test_nobody_enters_without_a_token(cluster: Any, monkeypatch: pytest.MonkeyP
     with socket.create_connection(address, 5) as stranger:
         stranger.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with pytest.raises(ConnectionError):  # before it has told who it is
-            send_slowly(stranger, Header(Kind.HANDSHAKE, 0, meta_bytes=1 << 20).pack() + bytes(200))
+            send_slowly(stranger, Header(Kind.HANDSHAKE, 0, meta_bytes=1 << 20).pack() + bytes(2000))
     assert v.value().eq(0).all()
     assert c.statistics()[0]["clients"] <= 2
 

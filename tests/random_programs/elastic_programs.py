@@ -75,7 +75,9 @@ def run_elastic(plan: Plan, before: Callable[[Fault, int], None]) -> dict[int, S
     Returns:
         The values of the replicas of this worker at the end.
     """
-    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=REPLICAS)) as strategy:
+    with tfd.MultiWorkerMirroredStrategy(
+        elastic=tfd.experimental.Elastic(replicas=REPLICAS, suspect_after=30)
+    ) as strategy:
         runner = Runner(strategy, plan)
         for number, operation in enumerate(plan.operations):
             runner.before = lambda replica, place, number=number: before((number, place), replica)  # type: ignore[misc]

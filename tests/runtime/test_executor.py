@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch
 
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.errors import DeadlineExceededError, ReplicaAborted
-from tfstyle_dist.runtime import ambient
+from tfstyle_dist.runtime import ambient, team
 from tfstyle_dist.runtime.executor import ReplicaExecutor
 
 pytestmark = pytest.mark.timeout(60)
@@ -182,8 +183,9 @@ def test_a_device_that_cannot_be_made_current_is_no_hang(
     assert ("could not be put back" in caplog.text) is ends
 
 
-def test_threads_have_freed_what_torch_keeps_for_them_when_they_are_closed() -> None:
+def test_threads_have_freed_what_torch_keeps_for_them_when_they_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreter that was through before they had would abort the process."""
+    monkeypatch.setattr(team, "_TO_END", 20.0)  # of a busy machine
     libc = ctypes.PyDLL(None)  # keeps the interpreter's lock: a thread that needs it to end does not end meanwhile
 
     def step(run: Any) -> int:
@@ -214,3 +216,40 @@ def test_content_is_let_go_when_closed_and_no_run_is_under_way() -> None:
     executor.close()
     with pytest.raises(RuntimeError, match="was closed"):
         executor.run([lambda run: None, lambda run: None])
+
+
+def test_content_is_let_go_though_an_interrupt_comes_at_the_end_of_the_run() -> None:
+    executor = ReplicaExecutor(DEVICES, timedelta(seconds=20))
+
+    class Interrupted(Journal):
+        def leave(self) -> None:
+            super().leave()
+            signal.raise_signal(signal.SIGINT)  # held back until the run is over
+
+    journal = executor.content = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        executor.run([lambda run: None, lambda run: None])
+    executor.close()
+    assert journal.entries[-1] == "release"
+
+
+def test_a_replica_that_was_given_up_before_it_began_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, given_up, ran = ambient.made_current, threading.Event(), []
+
+    @contextlib.contextmanager
+    def late(device: ReplicaDevice) -> Iterator[None]:
+        if device.index == 1:
+            given_up.wait(20)
+        with own(device):
+            yield
+
+    monkeypatch.setattr(ambient, "made_current", late)
+    executor = ReplicaExecutor(DEVICES, timedelta(seconds=0.3))
+    before = set(threading.enumerate())
+    with pytest.raises(DeadlineExceededError, match=r"Replica\(s\) \[1\] did not finish"):
+        executor.run([lambda run: None, ran.append])
+    (abandoned,) = set(threading.enumerate()) - before
+    given_up.set()
+    abandoned.join(20)
+    assert not abandoned.is_alive()
+    assert not ran

@@ -52,7 +52,7 @@ def test_signals(inner: InnerPytest) -> None:
         def test_nameless():
             os.kill(os.getpid(), signal.SIGRTMIN + 5)
 
-        @pytest.mark.distributed(workers=1, timeout=3)
+        @pytest.mark.distributed(workers=1, timeout=8)
         def test_handler():
             signal.signal(signal.SIGUSR1, lambda number, frame: None)
             time.sleep(60)

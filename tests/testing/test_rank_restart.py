@@ -21,6 +21,8 @@ def test_restarted_rank_runs_the_body_again(inner: InnerPytest) -> None:
         (shared_tmp_path / f"{rank}-{attempt}").write_text(str(os.getpid()))
         if rank == 1:
             if attempt == 0 and how == "killed":
+                while not (shared_tmp_path / "seen").exists():
+                    time.sleep(0.05)
                 ranks.kill(1)
             while attempt == 0:
                 if how == "itself" and (shared_tmp_path / "seen").exists():
@@ -28,6 +30,8 @@ def test_restarted_rank_runs_the_body_again(inner: InnerPytest) -> None:
                 time.sleep(0.05)
             return
         old = ranks.pids[1]
+        if how == "killed":
+            ranks.expect_death(1)
         (shared_tmp_path / "seen").touch()
         if how == "killed":
             while not (shared_tmp_path / "1-0").exists() or os.path.exists(f"/proc/{old}/fd/0"):

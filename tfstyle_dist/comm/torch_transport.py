@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,7 +20,6 @@ from tfstyle_dist.core.tracing import region
 
 _UNLIMITED = timedelta(days=365)
 _WATCHDOG_GRACE = timedelta(seconds=30)
-_THREADS_PATIENCE = 0.1  # seconds; the threads need microseconds, once they are let
 
 
 def torch_limit(timeout: timedelta | None, backend: str) -> timedelta:
@@ -35,25 +32,6 @@ def torch_limit(timeout: timedelta | None, backend: str) -> timedelta:
     if timeout is None:
         return _UNLIMITED
     return 2 * timeout + _WATCHDOG_GRACE if "," in backend else timeout
-
-
-def let_threads_finish() -> None:
-    """Lets the threads of a torch group that was destroyed end their last call.
-
-    A model of ``DistributedDataParallel`` that holds the last reference frees the group while it holds Python's global
-    lock. A thread of Gloo that at that moment wants the lock, to let go of the tensors of the last call, would never
-    get it, and both would wait for ever. torch itself frees a group without the lock.
-    """
-    time.sleep(_THREADS_PATIENCE)
-
-
-def destroyed(process_group: Any) -> bool:
-    """Whether a torch group was destroyed, or never known."""
-    try:
-        dist.get_rank(process_group)
-    except ValueError:
-        return True
-    return False
 
 
 _DONE = Done()
@@ -122,9 +100,7 @@ class _Transfer:
             with region("wait for", self._operation.name):
                 self._transport.wait_for(self._work, self._buffer)
         except RuntimeError as error:
-            if str(error).startswith("DataLoader worker"):
-                raise  # torch's signal handler speaks up in whatever runs when a loader process dies
-            self._transport.operations.fail(self._operation, error)
+            self._transport.fail(self._operation, error)
         self._transport.in_flight.discard(self._operation.sequence)
         self._work = None  # it would keep the connections open after the group is closed
 
@@ -220,7 +196,7 @@ class TorchTransport:
                 for work in dist.batch_isend_irecv(messages):
                     self.wait_for(work, messages[0].tensor)
         except RuntimeError as error:
-            self.operations.fail(operation, error)
+            self.fail(operation, error)
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -249,10 +225,7 @@ class TorchTransport:
 
     def release(self) -> None:
         """Gives the torch group away: its threads end with the last reference to it."""
-        known, self.process_group = weakref.ref(self.process_group), None
-        held = known()  # by a model of DistributedDataParallel, for example
-        if held is not None and destroyed(held):
-            let_threads_finish()
+        self.process_group = None
 
     # ---- helpers ----------------------------------------------------------------------------------------------
 
@@ -268,13 +241,24 @@ class TorchTransport:
         else:
             work.wait()
 
+    def fail(self, operation: Operation, error: RuntimeError) -> NoReturn:
+        """Raises what an error in one of torch's calls means.
+
+        Args:
+            operation: the call.
+            error: what came out of it.
+        """
+        if str(error).startswith("DataLoader worker"):
+            raise error  # torch's signal handler speaks up in whatever runs when a loader process dies
+        self.operations.fail(operation, error)
+
     def _start(self, name: str, buffer: torch.Tensor, begin: Callable[[], Any]) -> Pending:
         operation = self._next(name, buffer)
         try:
             with region("start", name):
                 transfer = _Transfer(self, operation, begin(), buffer)
         except RuntimeError as error:
-            self.operations.fail(operation, error)
+            self.fail(operation, error)
         self.in_flight.add(operation.sequence)
         return transfer
 

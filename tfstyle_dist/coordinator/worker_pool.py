@@ -153,6 +153,9 @@ class WorkerPool:
                 for task in (*self._workers, *self._servers):
                     if task.ready:
                         task.socket.send(messages.plain(Kind.ALIVE) if task in self._workers else finished)
+        end = time.monotonic() + _GOODBYE_MS / 1000  # a short program ends before a task that is late has answered
+        while any(not (task.ever or task.refused) for task in self._told_goodbye) and time.monotonic() < end:
+            self._loop.turn(50)
 
     def _take_news(self, task: Task) -> None:
         assert task.peer is not None

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import struct
+from collections import deque
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -15,6 +16,9 @@ _SIOCGIFADDR = 0x8915
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT, _FEW_PORTS, _TRIES = 10_000, 1000, 100
 _PROBE_SECONDS = 1.0
+_MOST_MARKS = 32
+_marks: deque[int] = deque()
+"""Descriptors; they are closed when the process ends."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -35,7 +39,8 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports that nobody listens on now; all different.
 
     They are no ephemeral ports if the host leaves any others: those the kernel gives to anybody who does not ask for a
-    certain one, so another process could have them before they are used.
+    certain one, so another process could have them before they are used. Nor are they what another process found here
+    that still runs, of the last few.
 
     Args:
         count: how many.
@@ -51,10 +56,24 @@ def _bind_somewhere(one: socket.socket, host: str) -> int:
     for _ in range(_TRIES if first - _FIRST_PORT >= _FEW_PORTS else 0):
         port = random.SystemRandom().randrange(_FIRST_PORT, first)
         with suppress(OSError):
+            _mark(port)
             one.bind((host, port))
             return port
     one.bind((host, 0))
     return int(one.getsockname()[1])
+
+
+def _mark(port: int) -> None:
+    """Keeps other processes that look for a port from finding this one before it is used.
+
+    Raises:
+        OSError: another one found it just now.
+    """
+    with socket.socket(socket.AF_UNIX) as mark:
+        mark.bind(f"\0tfstyle_dist/port/{port}")
+        _marks.append(mark.detach())
+    while len(_marks) > _MOST_MARKS:
+        os.close(_marks.popleft())
 
 
 def _first_ephemeral_port() -> int:
@@ -81,10 +100,17 @@ def port_owner(port: int) -> str | None:
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with suppress(OSError):
-                if any(os.readlink(handle) in inodes for handle in (process / "fd").iterdir()):
+                if any(_target(handle) in inodes for handle in (process / "fd").iterdir()):
                     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                     return f"pid {process.name} ({command[:120]})"
     return "a process that this user cannot see"
+
+
+def _target(handle: Path) -> str:
+    """What a descriptor of a process stands for; nothing once it was closed."""
+    with suppress(OSError):
+        return os.readlink(handle)
+    return ""
 
 
 def interface_address(name: str) -> str | None:

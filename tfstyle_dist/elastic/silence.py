@@ -32,9 +32,13 @@ class SilenceWatch:
     def paused(self, connections: Sequence[Connection], now: float) -> float:
         """Seconds since this was called last.
 
-        After so many that the others have given up this process, which was stopped, whoever is gone did so.
+        What this process did not look is no silence of the others. After so many seconds that they have given up this
+        process, which was stopped, whoever is gone did so.
         """
         paused, self._looked = now - self._looked, now
+        if paused > self._options.beat_every:
+            for connection in connections:
+                connection.heard = min(now, connection.heard + paused)
         if paused > self._options.suspect_after:
             get_logger().warning("worker %d stood still for %.1f s", self._me, paused)
             for connection in connections:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tfstyle_dist.comm.rendezvous.bootstrap import before_default_group, default_process_group
-from tfstyle_dist.comm.torch_transport import let_threads_finish
+from tfstyle_dist.comm.rendezvous.bootstrap import before_default_group
 from tfstyle_dist.cross_device_ops.collective import sparse_sum_over_workers, widened_type
 
 if TYPE_CHECKING:
@@ -94,24 +91,3 @@ def sum_of_processes(strategy: Strategy, value: torch.Tensor, name: str, mean: b
     if mean:
         total = total / group.size
     return total.to(value.dtype) if value.is_floating_point() else total
-
-
-def outlive_threads(model: Any) -> None:
-    """Lets the threads of the process group end their last call before the model frees it.
-
-    Args:
-        model: of ``DistributedDataParallel``; maybe it holds the last reference to its group.
-    """
-    watch = weakref.finalize(model, _let_threads_finish, weakref.ref(default_process_group()))
-    watch.atexit = False
-
-
-def _let_threads_finish(known: Callable[[], Any]) -> None:
-    """Called when a model is about to be freed, which may hold the last reference to its process group.
-
-    Args:
-        known: gives the default group of the time when the model was prepared, if it is still there.
-    """
-    group = known()
-    if group is None or group is not default_process_group():
-        let_threads_finish()

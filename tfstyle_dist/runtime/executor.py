@@ -80,9 +80,11 @@ class ReplicaExecutor:
                 signals.begin(this)
                 return self._run(functions, signals)
             finally:
-                signals.end(this)
-                self._under_way -= 1
-                self._release()
+                try:
+                    signals.end(this)  # may raise what was held back
+                finally:
+                    self._under_way -= 1
+                    self._release()
 
     def _run(self, functions: Sequence[Callable[[TurnRun], Any]], signals: interrupts.Interrupts) -> list[Any]:
         outcomes: list[Any] = [None] * len(functions)
@@ -173,6 +175,8 @@ class ReplicaExecutor:
         run.threads[replica] = threading.get_ident()
         try:
             try:
+                if replica in run.lost:  # given up before it had begun; only now, when those who give up see its thread
+                    raise ReplicaAborted
                 signals.admit()
                 outcomes[replica] = function(run)
             finally:

@@ -13,9 +13,9 @@ from tfstyle_dist.testing.rank_process import RankProcess
 # A closed pipe shows a death at once, unless a forked child still holds the rank's end of it.
 _DEATH_POLL = 0.1
 # What peers of a rank that died unexpectedly get to say why they cannot go on.
-_DEATH_GRACE = 3.0
+_DEATH_GRACE = 6.0
 # What a rank that may die, but lives, gets to report once all others have.
-_SURVIVOR_GRACE = 1.0
+_SURVIVOR_GRACE = 3.0
 
 
 @dataclass
@@ -112,6 +112,8 @@ class _Gathering:
                 self._result.expected.add(message.rank)
             elif isinstance(message, messages.Restart):
                 self._replace(message.rank)
+                if message.rank == rank:
+                    return  # what the process said after it has no meaning for the one in its place
             elif isinstance(message, messages.Ready) and rank in self._restarted and message.problem is None:
                 continue  # it starts and collects before it runs
             else:

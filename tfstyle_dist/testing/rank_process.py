@@ -23,7 +23,7 @@ _CLUSTER_VARIABLES = {
 }
 _CLUSTER_PREFIXES = ("TORCHELASTIC_", "SLURM_")
 _MAX_OUTPUT_BYTES = 100_000
-_STACK_PATIENCE = 3.0
+_STACK_PATIENCE = 10.0
 _STACK_PAUSE = 0.5  # on a busy machine a process may pause in the middle of writing its stacks
 _PROCESS_VARIABLE = "TFSTYLE_TESTING_PROCESS"
 
@@ -155,7 +155,7 @@ class RankProcess:
             elif text and now > changed + _STACK_PAUSE:
                 break
             time.sleep(0.1)
-        return text or "(the rank did not answer the request for its stacks)\n"
+        return self.new_output("stacks") or "(the rank did not answer the request for its stacks)\n"
 
     def wait(self, patience: float) -> bool:
         """Waits for the end of the process without taking its exit status; returns whether it has ended."""

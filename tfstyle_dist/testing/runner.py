@@ -18,7 +18,7 @@ from tfstyle_dist.testing import processes
 __all__ = ["CompletedScript", "ScriptTimeoutError", "run_script"]
 
 _SCRIPT_VARIABLE = "TFSTYLE_TESTING_SCRIPT"
-_STACK_PATIENCE = 3.0
+_STACK_PATIENCE = 10.0
 
 
 @dataclass(frozen=True)

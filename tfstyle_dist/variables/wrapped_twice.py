@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from tfstyle_dist.comm.torch_group import outlive
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.core.process_hooks import Patch
 from tfstyle_dist.variables.store import ParameterStore, live_stores
@@ -36,6 +37,7 @@ def _reduces(store: ParameterStore) -> bool:
 def _wrap(original: Any, wrapper: DistributedDataParallel, *args: Any, **options: Any) -> None:
     """The constructor; which parameters are the strategy's is known when it has registered the model."""
     original(wrapper, *args, **options)
+    outlive(wrapper)
     _wrappers.add(wrapper)
     store = _owner_of(wrapper.module)
     if store is not None:

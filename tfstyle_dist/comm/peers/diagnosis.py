@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from tfstyle_dist.comm.peers.peer import Peer
 from tfstyle_dist.core import json_text
 
-_GRACE_SECONDS = 1.5
+_GRACE_SECONDS, _LONGEST_GRACE = 1.5, 10.0
 _MOST_STACKS = 4
 Result = TypeVar("Result")
 
@@ -105,7 +105,8 @@ def describe_missing(
 ) -> tuple[list[int], str]:
     """Finds out which workers do not take part and why.
 
-    Every live worker posts what it waits for; whoever has not posted after a short grace is missing.
+    Every live worker posts what it waits for; whoever has not posted after a short grace is missing. Where a worker is
+    known to be gone, those that run will find that out and post it: they get longer.
 
     Args:
         store: the side channel, or ``None``.
@@ -119,7 +120,7 @@ def describe_missing(
     """
     _post(store, f"{prefix}/waiting/{rank}", waiting_in)
     others = [p for p in peers if p.rank != rank]
-    end = time.monotonic() + _GRACE_SECONDS
+    begin = time.monotonic()
     waiting: dict[int, str] = {}
     failed: dict[int, str] = {}
     while True:
@@ -128,8 +129,15 @@ def describe_missing(
                 failed[peer.rank] = _reason(reason)
             elif (where := _read(store, f"{prefix}/waiting/{peer.rank}")) is not None:
                 waiting[peer.rank] = where
-        if len(waiting.keys() | failed.keys()) == len(others) or time.monotonic() > end:
+        silent = [peer for peer in others if peer.rank not in waiting.keys() | failed.keys()]
+        seconds = time.monotonic() - begin
+        if not silent or seconds > _LONGEST_GRACE:
             break
+        if seconds > _GRACE_SECONDS:
+            states = [peer.state() for peer in silent]
+            gone = failed or any(state.startswith(("dead", "stopped")) for state in states)
+            if not (gone and "running" in states and _read(store, f"{prefix}/waiting/{rank}")):
+                break
         time.sleep(0.05)
     lines, missing = [], []
     for peer in others:

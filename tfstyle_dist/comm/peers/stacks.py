@@ -102,7 +102,7 @@ def socket_name() -> str:
     return "" if server is None else server.name
 
 
-def ask(name: str, seconds: float = 1.0) -> str | None:
+def ask(name: str, seconds: float = 3.0) -> str | None:
     """The Python stacks of a process of this host and user.
 
     Args:
@@ -113,14 +113,15 @@ def ask(name: str, seconds: float = 1.0) -> str | None:
         Text, innermost call last; ``None`` if there is no answer in time. What comes too late or is too much is left
         out.
     """
-    text, end = b"", time.monotonic() + seconds
+    text, end, left = b"", time.monotonic() + seconds, seconds
     with suppress(OSError), unix_sockets.connect(name, seconds) as asker:
-        while len(text) < _MOST_BYTES and (left := end - time.monotonic()) > 0:
+        while len(text) < _MOST_BYTES and left > 0:
             asker.settimeout(left)
             piece = asker.recv(_MOST_BYTES - len(text))
             if not piece:
                 break
             text += piece
+            left = end - time.monotonic()
     return text.decode(errors="replace") or None
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tfstyle_dist.comm.torch_group import outlive
 from tfstyle_dist.integrations.accelerate.upstream import DistributedDataParallelKwargs
-from tfstyle_dist.integrations.data_parallel import outlive_threads, sum_gradients_by
+from tfstyle_dist.integrations.data_parallel import sum_gradients_by
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
@@ -42,4 +43,4 @@ class StrategyDDPHandler:
             self.own.register_comm_hook(model)
         else:
             sum_gradients_by(self.strategy, model)
-        outlive_threads(model)
+        outlive(model)

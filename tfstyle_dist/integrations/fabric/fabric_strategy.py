@@ -8,9 +8,10 @@ import torch
 
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.comm.rendezvous.bootstrap import default_process_group
+from tfstyle_dist.comm.torch_group import outlive
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
-from tfstyle_dist.integrations.data_parallel import outlive_threads, sum_gradients_by, sum_of_processes
+from tfstyle_dist.integrations.data_parallel import sum_gradients_by, sum_of_processes
 from tfstyle_dist.integrations.fabric import checks
 from tfstyle_dist.integrations.fabric.environment import TFConfigEnvironment
 from tfstyle_dist.integrations.fabric.upstream import STRATEGY_REGISTRY, DDPStrategy
@@ -137,7 +138,7 @@ class TfdFabricStrategy(DDPStrategy):  # type: ignore[misc]
         checks.check_model(module)
         model = super().setup_module(module)
         sum_gradients_by(self.strategy, model)
-        outlive_threads(model)
+        outlive(model)
         return model
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

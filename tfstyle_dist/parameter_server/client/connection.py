@@ -239,8 +239,9 @@ class Connection:
         peer, deadline = self._peer, Deadline(self.timeout)
         # A killed process may have looked alive when it was lost; what a worker hears of, the coordinator has reached.
         was_there = self._returns is None and (bool(self._incarnation) or self.handshake.get("role") == "worker")
+        pause = _CHECK_SECONDS
         while True:
-            left, wait = deadline.remaining(), _CHECK_SECONDS if was_there and not peer.up else 1.0
+            left, wait = deadline.remaining(), pause if was_there and not peer.up else 1.0
             ready = dict(self._poller.poll(1000 * (wait if left is None else min(left, wait))))
             # News first: what comes after a connection was lost is no answer to what was sent before.
             if peer.monitor in ready:
@@ -249,8 +250,10 @@ class Connection:
                 return
             if deadline.passed():
                 raise self._silent(deadline)
-            if not ready and not peer.up and was_there and not is_listening(self.address, not self._incarnation):
-                raise self.lose(("" if self._incarnation else _UNREACHED) + "is gone" + _ADVICE)
+            if not ready and not peer.up and was_there:
+                if not is_listening(self.address, not self._incarnation):
+                    raise self.lose(("" if self._incarnation else _UNREACHED) + "is gone" + _ADVICE)
+                pause = min(2 * pause, 1.0)  # a server that is late takes none of them from its queue of 100
 
     def check(self) -> None:
         """Raises if the server is gone."""

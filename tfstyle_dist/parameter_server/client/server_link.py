@@ -113,6 +113,7 @@ class ServerLink(Connection):
                 afterwards.
         """
         with self._lock:
+            self.connect()  # a first connection that breaks while it is made would take what was gathered with it
             total = sum(padded(t.nbytes) for t in tensors)
             large = total >= _GATHERED // 2
             full = self._gathered_bytes + total > _GATHERED or len(self._gathered) + len(operations) > _MOST_GATHERED

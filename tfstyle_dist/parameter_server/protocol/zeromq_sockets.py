@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     SNDMORE, DONTWAIT = zmq.SNDMORE, zmq.NOBLOCK
 
 _MAX_MESSAGE = max(CHUNK, MAX_META) + (1 << 16)
-_HEARTBEAT_MS, _LOST_MS = 500, 2000
+_HEARTBEAT_MS, _LOST_MS = 500, 5000  # a process that gets no time for 2 s is no rarity on a busy machine
 _FILES = 1 << 16
 _ZAP_DOMAIN = "tfstyle"
 

@@ -23,7 +23,7 @@ _PIECE = 1 << 17
 _PIECE_BEFORE_TENSORS = 1 << 14
 """What comes with a message's head is copied once more."""
 _CONNECT_SECONDS = 2.0
-_END_SECONDS = 2.0
+_END_SECONDS = 10.0
 _MOST_ROOMS = 512
 _Done = TypeVar("_Done", bytes, int)
 
@@ -185,9 +185,11 @@ class StreamSocket:
     def await_end(self) -> None:
         """Waits until the server has ended the connection, but not long; what still comes is dropped."""
         end = time.monotonic() + _END_SECONDS
-        with contextlib.suppress(OSError):  # nothing came for a second, or it is gone
-            while self._socket.recv(JOINED) and time.monotonic() < end:
-                pass
+        with contextlib.suppress(OSError):  # it is gone
+            more = True
+            while more and time.monotonic() < end:
+                with contextlib.suppress(BlockingIOError):  # nothing came for a second
+                    more = bool(self._socket.recv(JOINED))
 
     def close(self) -> None:
         """Ends the connection."""

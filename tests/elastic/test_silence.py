@@ -1,0 +1,28 @@
+"""What a worker did not look is no silence of the others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tfstyle_dist.elastic import silence
+from tfstyle_dist.elastic.options import Elastic
+
+
+@pytest.mark.parametrize("pause", [0.2, 0.9, 0.97, 1.0, 1.1, 3.0])
+def test_a_process_that_stood_still_gives_nobody_up(pause: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(silence.time, "monotonic", lambda: now[0])
+    watch = silence.SilenceWatch(0, Elastic(replicas=2, suspect_after=1.0, beat_every=0.1), "here")
+    connection: Any = SimpleNamespace(heard=99.95, doubtful_until=0.0, peer={"place": "elsewhere"}, rank=1)
+    now[0] += pause
+    paused = watch.paused([connection], now[0])
+    assert watch.why_lost(connection, now[0], paused) == ""
+    assert connection.heard <= now[0]
+    for _ in range(30):  # from now on it is silent
+        now[0] += 0.05
+        paused = watch.paused([connection], now[0])
+        said = watch.why_lost(connection, now[0], paused)
+    assert "was silent for" in said
