@@ -19,6 +19,8 @@ REASONS = {
     "integrations/on_ray/test_without_ray.py": "a fresh interpreter",
     "integrations/test_fabric.py": "Fabric, which starts processes itself, and the commands of launchers",
     "comm/forking.py": "ranks that fork are what is tested",
+    "comm/test_diagnosis.py": "needs the id of a process that is gone",
+    "comm/test_free_ports.py": "another process that looks for a port",
     "comm/test_rendezvous.py": "needs the id of a process that is gone",
     "shm/test_memory_file.py": "children that a rank forks",
     "comm/test_stacks.py": "another user, and a process that has no free file",
