@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -11,11 +10,6 @@ from pathlib import Path
 import pytest
 
 from tfstyle_dist.core import network
-
-
-def forget_marks() -> None:
-    while network._marks:
-        os.close(network._marks.pop())
 
 
 def test_the_kernel_gives_them_to_nobody_by_chance() -> None:
@@ -31,7 +25,7 @@ def test_the_kernel_gives_them_to_nobody_by_chance() -> None:
 
 def test_used_ones_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = network.free_ports(1)
-    forget_marks()
+    network._forget_marks()
     monkeypatch.setattr(network, "_FIRST_PORT", port)
     monkeypatch.setattr(network, "_FEW_PORTS", 1)
     monkeypatch.setattr(network, "_first_ephemeral_port", lambda: port + 1)  # there is only this one
@@ -39,7 +33,7 @@ def test_used_ones_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert network.free_ports(1) != [port], "it was found, and may not be used yet"
     program = "from tfstyle_dist.core import network; network._mark({})"
     assert subprocess.run([sys.executable, "-c", program.format(port)], capture_output=True).returncode == 1
-    forget_marks()
+    network._forget_marks()
     assert subprocess.run([sys.executable, "-c", program.format(port)]).returncode == 0
     with socket.socket() as one:
         one.bind(("127.0.0.1", port))

@@ -21,8 +21,18 @@ def test_a_process_that_stood_still_gives_nobody_up(pause: float, monkeypatch: p
     paused = watch.paused([connection], now[0])
     assert watch.why_lost(connection, now[0], paused) == ""
     assert connection.heard <= now[0]
-    for _ in range(30):  # from now on it is silent
-        now[0] += 0.05
+
+
+@pytest.mark.parametrize("look", [0.05, 0.11, 0.3])
+def test_whoever_is_silent_is_given_up_however_often_others_look(look: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(silence.time, "monotonic", lambda: now[0])
+    watch = silence.SilenceWatch(0, Elastic(replicas=2, suspect_after=1.0, beat_every=0.1), "here")
+    connection: Any = SimpleNamespace(heard=100.0, doubtful_until=0.0, peer={"place": "elsewhere"}, rank=1)
+    said = ""
+    while not said and now[0] < 105:
+        now[0] += look
         paused = watch.paused([connection], now[0])
         said = watch.why_lost(connection, now[0], paused)
     assert "was silent for" in said
+    assert now[0] > 101

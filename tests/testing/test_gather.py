@@ -57,11 +57,18 @@ def test_what_a_replaced_process_said_after_it_asked_does_not_count(after: list[
     assert result.answers == {1: messages.Finished([], "process 1")}
 
 
-def test_stacks_that_are_there_are_read_however_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def silent(folder: Path) -> Any:
+    """What a session has of a rank process that was just asked for its stacks."""
     process: Any = object.__new__(RankProcess)
-    process.directory, process.earlier_output, process._marks = tmp_path, {}, {"stacks": 0}
+    process.directory, process.earlier_output, process._marks = folder, {}, {"stacks": 0}
+    process._asked = time.monotonic()
+    return process
+
+
+def test_stacks_that_are_there_are_read_however_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = silent(tmp_path)
     (tmp_path / "stacks.txt").write_text("all stacks\n")
-    now = [0.0]
+    now = [time.monotonic()]
 
     def monotonic() -> float:
         now[0] += 60.0
@@ -73,8 +80,7 @@ def test_stacks_that_are_there_are_read_however_late(tmp_path: Path, monkeypatch
 
 
 def test_stacks_are_read_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process: Any = object.__new__(RankProcess)
-    process.directory, process.earlier_output, process._marks = tmp_path, {}, {"stacks": 0}
+    process = silent(tmp_path)
     pieces = iter(["the first ", "", "", "the second"])  # a pause of 0.3 s is not the end
 
     def sleep(seconds: float, wait: Callable[[float], None] = time.sleep) -> None:

@@ -249,6 +249,7 @@ class TorchTransport:
             error: what came out of it.
         """
         if str(error).startswith("DataLoader worker"):
+            self.in_flight.add(operation.sequence)  # in part, maybe
             raise error  # torch's signal handler speaks up in whatever runs when a loader process dies
         self.operations.fail(operation, error)
 

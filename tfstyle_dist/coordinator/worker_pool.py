@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -154,8 +155,9 @@ class WorkerPool:
                     if task.ready:
                         task.socket.send(messages.plain(Kind.ALIVE) if task in self._workers else finished)
         end = time.monotonic() + _GOODBYE_MS / 1000  # a short program ends before a task that is late has answered
-        while any(not (task.ever or task.refused) for task in self._told_goodbye) and time.monotonic() < end:
-            self._loop.turn(50)
+        with contextlib.suppress(_DisplacedError):  # by one of these; the others are still ours
+            while any(not (task.ever or task.refused) for task in self._told_goodbye) and time.monotonic() < end:
+                self._loop.turn(50)
 
     def _take_news(self, task: Task) -> None:
         assert task.peer is not None

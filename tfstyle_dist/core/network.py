@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import random
@@ -16,9 +17,8 @@ _SIOCGIFADDR = 0x8915
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT, _FEW_PORTS, _TRIES = 10_000, 1000, 100
 _PROBE_SECONDS = 1.0
-_MOST_MARKS = 32
-_marks: deque[int] = deque()
-"""Descriptors; they are closed when the process ends."""
+_MOST_MARKS = 16  # those of the last call besides
+_marks: deque[socket.socket] = deque()
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -46,6 +46,8 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         count: how many.
         host: the local address they are to be used with.
     """
+    while len(_marks) > _MOST_MARKS:
+        _marks.popleft().close()
     with ExitStack() as stack:
         found = [stack.enter_context(socket.socket()) for _ in range(count)]
         return [_bind_somewhere(one, host) for one in found]
@@ -60,7 +62,10 @@ def _bind_somewhere(one: socket.socket, host: str) -> int:
             one.bind((host, port))
             return port
     one.bind((host, 0))
-    return int(one.getsockname()[1])
+    port = int(one.getsockname()[1])
+    with suppress(OSError):
+        _mark(port)
+    return port
 
 
 def _mark(port: int) -> None:
@@ -69,11 +74,19 @@ def _mark(port: int) -> None:
     Raises:
         OSError: another one found it just now.
     """
-    with socket.socket(socket.AF_UNIX) as mark:
+    mark = socket.socket(socket.AF_UNIX)
+    try:
         mark.bind(f"\0tfstyle_dist/port/{port}")
-        _marks.append(mark.detach())
-    while len(_marks) > _MOST_MARKS:
-        os.close(_marks.popleft())
+    except OSError:
+        mark.close()
+        raise
+    _marks.append(mark)
+
+
+@atexit.register
+def _forget_marks() -> None:
+    while _marks:
+        _marks.pop().close()
 
 
 def _first_ephemeral_port() -> int:

@@ -32,13 +32,13 @@ class SilenceWatch:
     def paused(self, connections: Sequence[Connection], now: float) -> float:
         """Seconds since this was called last.
 
-        What this process did not look is no silence of the others. After so many seconds that they have given up this
-        process, which was stopped, whoever is gone did so.
+        While this process does not look, the others are not silent for longer than they may be between two signs of
+        life. After so many seconds that they have given up this process, which was stopped, whoever is gone did so.
         """
         paused, self._looked = now - self._looked, now
         if paused > self._options.beat_every:
             for connection in connections:
-                connection.heard = min(now, connection.heard + paused)
+                connection.heard = min(now, connection.heard + paused - self._options.beat_every)
         if paused > self._options.suspect_after:
             get_logger().warning("worker %d stood still for %.1f s", self._me, paused)
             for connection in connections:

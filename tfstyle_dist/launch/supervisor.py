@@ -16,7 +16,7 @@ from tfstyle_dist.launch.task import Task
 
 _LOOK_SECONDS = 0.1
 # The others often fail by themselves, with a message worth reading, before they are stopped.
-_SETTLE_SECONDS = 2.0
+_SETTLE_SECONDS = 4.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -51,6 +51,7 @@ class RankProcess:
         self.hung_up = False
         # What the process before it printed, where a test restarted the rank.
         self.earlier_output: dict[str, str] = {}
+        self._asked = 0.0
         self._marks = {"stdout": 0, "stderr": 0, "stacks": 0}
         for name in self._marks:
             self._file(name).touch()
@@ -140,15 +141,15 @@ class RankProcess:
 
     def request_stacks(self) -> None:
         """Makes the process write the Python stacks of all its threads, even if it is stopped."""
+        self._asked = time.monotonic()
         # In this order, so that a stopped process answers from where it was stopped.
         processes.send([self.pid], messages.STACKS_SIGNAL)
         processes.send([self.pid], signal.SIGCONT)
 
     def wait_for_stacks(self) -> str:
         """Returns the stacks that `request_stacks` asked for, or says that none came."""
-        begin = changed = time.monotonic()
-        text = ""
-        while (now := time.monotonic()) < begin + _STACK_PATIENCE and self.exited() is None:
+        text, changed = "", self._asked
+        while (now := time.monotonic()) < self._asked + _STACK_PATIENCE and self.exited() is None:
             previous, text = text, self.new_output("stacks")
             if text != previous:
                 changed = now

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from tfstyle_dist.comm.peers.peer import Peer
 from tfstyle_dist.core import json_text
 
-_GRACE_SECONDS, _LONGEST_GRACE = 1.5, 5.0
+_GRACE_SECONDS, _LONGEST_GRACE = 1.5, 3.0
 _MOST_STACKS = 4
 Result = TypeVar("Result")
 

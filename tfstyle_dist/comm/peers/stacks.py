@@ -113,8 +113,9 @@ def ask(name: str, seconds: float = 3.0) -> str | None:
         Text, innermost call last; ``None`` if there is no answer in time. What comes too late or is too much is left
         out.
     """
-    text, end, left = b"", time.monotonic() + seconds, seconds
+    text, end = b"", time.monotonic() + seconds
     with suppress(OSError), unix_sockets.connect(name, seconds) as asker:
+        left = max(end - time.monotonic(), 0.05)
         while len(text) < _MOST_BYTES and left > 0:
             asker.settimeout(left)
             piece = asker.recv(_MOST_BYTES - len(text))

@@ -23,7 +23,7 @@ _PIECE = 1 << 17
 _PIECE_BEFORE_TENSORS = 1 << 14
 """What comes with a message's head is copied once more."""
 _CONNECT_SECONDS = 2.0
-_END_SECONDS = 10.0
+_END_SECONDS = 2.0
 _MOST_ROOMS = 512
 _Done = TypeVar("_Done", bytes, int)
 
