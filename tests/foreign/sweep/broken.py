@@ -46,7 +46,7 @@ def _is_each_ranks_own(run: Run) -> Any:
 
 
 add("broken", "agrees", trains(lambda: nn.Linear(6, 3), sgd))
-add("broken", "hangs", _hangs, limit=8.0)
+add("broken", "hangs", _hangs, limit=5.0)
 add("broken", "differs", _differs)
 add("broken", "differs-as-documented", _differs, differs="for a reason")
 add("broken", "has-nothing-in-common-as-documented", _has_nothing_in_common, differs="for a reason")
