@@ -205,3 +205,16 @@ def test_a_replica_may_take_as_long_as_the_one_before_it_and_the_limit(monkeypat
     turn.take(0)  # from one that is lost: how long that took does not count
     assert turn.deadline(limit, interrupted=False).remaining() == 63
     assert turn.deadline(None, interrupted=False).remaining() is None
+
+
+def test_those_that_wait_ask_how_long_the_longest_turn_was() -> None:
+    pause = threading.Event()
+
+    def slow(run: TurnRun, r: int) -> int:
+        run._turn._longest = 60.0
+        pause.wait(0.6)
+        return int(run.barrier(r, "call", r, list))
+
+    run, results = play(timedelta(seconds=0.3), slow, slow, slow)
+    assert results == [0, 1, 2]
+    assert run.error is None

@@ -6,7 +6,6 @@ import atexit
 import hashlib
 import json
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -193,20 +192,6 @@ class TorchGroup(WorkerGroup):
             self._memory.leave()
 
 
-def outlive(model: Any) -> None:
-    """Makes Python hold the last reference to the torch group of a model.
-
-    A model that holds the last one frees the group while it has Python's global lock. A thread of Gloo that at that
-    moment wants the lock, to let go of the tensors of the last call, would never get it, and both would wait for ever.
-    Python's own reference is given up without the lock.
-
-    Args:
-        model: of ``DistributedDataParallel``.
-    """
-    for holder in (model.reducer, model.logger):
-        weakref.finalize(holder, _nothing, model.process_group).atexit = False
-
-
 _TO_LEAVE = 5.0  # seconds
 _group_number = 0
 
@@ -222,7 +207,7 @@ def _next_group_number() -> int:
 _open_groups: dict[TorchGroup, None] = {}
 
 
-def _nothing(*held: Any) -> None:
+def _nothing() -> None:
     """What a closed group does when it is closed."""
 
 

@@ -163,7 +163,7 @@ registrations = Hooks(
     patches=[
         Patch(torch.nn.Parameter, "__deepcopy__", _copy_parameter),
         Patch(torch.nn.Module, "__setstate__", _set_state),
-        wrapped_models,
+        *wrapped_models,
     ],
 )
 """Starts adopting; PyTorch's hooks are process-global, so they ask the calling thread's context."""

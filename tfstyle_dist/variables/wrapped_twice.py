@@ -1,4 +1,7 @@
-"""``DistributedDataParallel`` around a model of a strategy, which would sum its gradients a second time."""
+"""``DistributedDataParallel`` around a model of a strategy, which would sum its gradients a second time.
+
+Or around any other model, whose process group a strategy may have made.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tfstyle_dist.comm.torch_group import outlive
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.core.process_hooks import Patch
 from tfstyle_dist.variables.store import ParameterStore, live_stores
@@ -37,11 +39,28 @@ def _reduces(store: ParameterStore) -> bool:
 def _wrap(original: Any, wrapper: DistributedDataParallel, *args: Any, **options: Any) -> None:
     """The constructor; which parameters are the strategy's is known when it has registered the model."""
     original(wrapper, *args, **options)
-    outlive(wrapper)
+    _leave_group_to_python(wrapper)
     _wrappers.add(wrapper)
     store = _owner_of(wrapper.module)
     if store is not None:
         _check(wrapper, store)
+
+
+def _copy(original: Any, wrapper: DistributedDataParallel, state: Any) -> None:
+    original(wrapper, state)
+    _leave_group_to_python(wrapper)
+    _wrappers.add(wrapper)
+
+
+def _leave_group_to_python(wrapper: DistributedDataParallel) -> None:
+    """Makes Python hold the last reference to the process group of a wrapper.
+
+    A wrapper that holds the last one, because its strategy was closed before it, frees the group while it has Python's
+    global lock. A thread of Gloo that at that moment wants the lock, to let go of the tensors of the last call, would
+    never get it, and both would wait for ever. Python's own reference is given up without the lock.
+    """
+    for holder in (wrapper.reducer, wrapper.logger):
+        weakref.finalize(holder, id, wrapper.process_group).atexit = False  # it is called after the holder was freed
 
 
 def check_adopted(store: ParameterStore, module: torch.nn.Module) -> None:
@@ -76,5 +95,8 @@ def _check(wrapper: DistributedDataParallel, store: ParameterStore) -> None:
     )
 
 
-wrapped_models = Patch(DistributedDataParallel, "__init__", _wrap)
+wrapped_models = [
+    Patch(DistributedDataParallel, "__init__", _wrap),
+    Patch(DistributedDataParallel, "__setstate__", _copy),
+]
 """As long as a strategy lives."""

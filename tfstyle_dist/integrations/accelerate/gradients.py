@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tfstyle_dist.comm.torch_group import outlive
 from tfstyle_dist.integrations.accelerate.upstream import DistributedDataParallelKwargs
 from tfstyle_dist.integrations.data_parallel import sum_gradients_by
 
@@ -43,4 +42,3 @@ class StrategyDDPHandler:
             self.own.register_comm_hook(model)
         else:
             sum_gradients_by(self.strategy, model)
-        outlive(model)

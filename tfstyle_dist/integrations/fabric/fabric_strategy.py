@@ -8,7 +8,6 @@ import torch
 
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.comm.rendezvous.bootstrap import default_process_group
-from tfstyle_dist.comm.torch_group import outlive
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.integrations.data_parallel import sum_gradients_by, sum_of_processes
@@ -138,7 +137,6 @@ class TfdFabricStrategy(DDPStrategy):  # type: ignore[misc]
         checks.check_model(module)
         model = super().setup_module(module)
         sum_gradients_by(self.strategy, model)
-        outlive(model)
         return model
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
