@@ -39,7 +39,7 @@ def _reduces(store: ParameterStore) -> bool:
 def _wrap(original: Any, wrapper: DistributedDataParallel, *args: Any, **options: Any) -> None:
     """The constructor; which parameters are the strategy's is known when it has registered the model."""
     original(wrapper, *args, **options)
-    _leave_group_to_python(wrapper)
+    leave_group_to_python(wrapper)
     _wrappers.add(wrapper)
     store = _owner_of(wrapper.module)
     if store is not None:
@@ -48,16 +48,19 @@ def _wrap(original: Any, wrapper: DistributedDataParallel, *args: Any, **options
 
 def _copy(original: Any, wrapper: DistributedDataParallel, state: Any) -> None:
     original(wrapper, state)
-    _leave_group_to_python(wrapper)
+    leave_group_to_python(wrapper)
     _wrappers.add(wrapper)
 
 
-def _leave_group_to_python(wrapper: DistributedDataParallel) -> None:
+def leave_group_to_python(wrapper: DistributedDataParallel) -> None:
     """Makes Python hold the last reference to the process group of a wrapper.
 
     A wrapper that holds the last one, because its strategy was closed before it, frees the group while it has Python's
     global lock. A thread of Gloo that at that moment wants the lock, to let go of the tensors of the last call, would
     never get it, and both would wait for ever. Python's own reference is given up without the lock.
+
+    Args:
+        wrapper: of any process group.
     """
     for holder in (wrapper.reducer, wrapper.logger):
         weakref.finalize(holder, id, wrapper.process_group).atexit = False  # it is called after the holder was freed

@@ -15,6 +15,7 @@ from tfstyle_dist.integrations.fabric import checks
 from tfstyle_dist.integrations.fabric.environment import TFConfigEnvironment
 from tfstyle_dist.integrations.fabric.upstream import STRATEGY_REGISTRY, DDPStrategy
 from tfstyle_dist.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
+from tfstyle_dist.variables.wrapped_twice import leave_group_to_python
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
@@ -137,6 +138,7 @@ class TfdFabricStrategy(DDPStrategy):  # type: ignore[misc]
         checks.check_model(module)
         model = super().setup_module(module)
         sum_gradients_by(self.strategy, model)
+        leave_group_to_python(model)  # in a job of one process nobody else does
         return model
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
