@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.core.lazy import loader
 from tfstyle_dist.gradients.divided_losses import mark_divided
 from tfstyle_dist.strategies.contexts import get_strategy, has_strategy, in_cross_replica_context
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
+
+__getattr__ = loader(__name__, {})  # says what to write for the layers and losses of ``tf.nn``
 
 
 def compute_average_loss(

@@ -13,6 +13,28 @@ from tfstyle_dist.testing.runner import run_script
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^```bash\n(.*)\n```$", PAGE, re.MULTILINE)
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+(TRAINER,) = [block for block in BLOCKS if "import Trainer," in block]
+MODEL_AND_DATA = """
+import torch
+
+
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(4, 1)
+
+    def forward(self, x, labels):
+        y = self.line(x)
+        return {"loss": torch.nn.functional.mse_loss(y, labels), "logits": y}
+
+
+model = Line()
+data = [{"x": torch.randn(4), "labels": torch.zeros(1)} for _ in range(32)]
+"""
+STEPS = """
+print("steps", trainer.state.global_step, "of", trainer.accelerator.num_processes, "processes")
+"""
 MODULES = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
 
 
@@ -59,3 +81,11 @@ def test_trainer_has_the_loss_curve_of_the_stock_trainer() -> None:
     ((steps, apart),) = re.findall(r"^losses of (\d+) steps differ by at most (\S+)$", output, re.MULTILINE)
     assert steps == "50"
     assert float(apart) <= 1e-4
+
+
+def test_the_trainer_of_the_page(tmp_path: Path) -> None:
+    program = tmp_path / "page.py"
+    program.write_text(MODEL_AND_DATA + TRAINER + STEPS, "utf-8")
+    result = run_script([str(program)], nproc=2, timeout=200, env={"CUDA_VISIBLE_DEVICES": ""}, cwd=tmp_path)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    assert result.stdout.count("steps 6 of 2 processes") == 2  # 3 epochs of 32 samples, 8 for each process

@@ -113,12 +113,12 @@ class CheckpointManager:
 
     @property
     def directory(self) -> str:
-        """The folder."""
+        """The folder of the checkpoints."""
         return self._directory
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """Steps between two checkpoints, if one was given."""
+        """Steps between two checkpoints; ``None`` when it was not given."""
         return self._interval
 
     @property
@@ -144,7 +144,8 @@ class CheckpointManager:
         """Saves a checkpoint, then deletes what is too old; collective.
 
         Args:
-            checkpoint_number: its number; default: how often was saved. ``save_counter`` counts the save in any case.
+            checkpoint_number: its number; default: one more than at the last save. ``save_counter`` counts the save
+                in any case.
             check_interval: whether to save nothing before ``checkpoint_interval`` steps have passed.
             options: see ``CheckpointOptions``.
             block: as for ``Checkpoint.save``; ``checkpoints`` lists it after ``sync()``, or the next save.
@@ -154,6 +155,10 @@ class CheckpointManager:
 
         Raises:
             OSError, TypeError, ValueError, RuntimeError: as for ``Checkpoint.save``.
+
+        Example:
+            >>> manager.save()  # on every worker
+            'job1/ckpt-1'
         """
         step = None if self._interval is None else self._step()
         asked = step if check_interval else None

@@ -65,6 +65,12 @@ class CheckpointReader:
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Some tensors, on the CPU.
 
+        Args:
+            names: some of ``get_variable_to_shape_map()``.
+
+        Returns:
+            The tensors by name.
+
         Raises:
             NotFoundError: a name that the checkpoint does not have.
             DataLossError: a file is damaged.
@@ -109,8 +115,15 @@ class CheckpointReader:
         Args:
             name: under which the object was given to ``Checkpoint``.
 
+        Returns:
+            What the object's ``load_state_dict`` takes.
+
         Raises:
             NotFoundError: there is no object of this name.
+
+        Example:
+            >>> model.load_state_dict(load_checkpoint("job1").state_dict("model"))
+            <All keys matched successfully>
         """
         if name not in self.content["objects"]:
             raise NotFoundError(f"Checkpoint {self.path!r} has no {name!r}; it has {sorted(self.content['objects'])}.")

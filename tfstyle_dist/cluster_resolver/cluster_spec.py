@@ -74,6 +74,9 @@ class ClusterSpec:
     def num_tasks(self, job_name: str) -> int:
         """How many tasks a job has.
 
+        Args:
+            job_name: one of ``jobs``.
+
         Raises:
             ValueError: there is no such job.
         """
@@ -82,13 +85,20 @@ class ClusterSpec:
     def task_indices(self, job_name: str) -> list[int]:
         """The indices of a job's tasks, in order.
 
+        Args:
+            job_name: one of ``jobs``.
+
         Raises:
             ValueError: there is no such job.
         """
         return sorted(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """The address of one task.
+        """The address of one task, ``"host:port"``.
+
+        Args:
+            job_name: one of ``jobs``.
+            task_index: one of ``task_indices(job_name)``.
 
         Raises:
             ValueError: there is no such job or task.
@@ -102,6 +112,9 @@ class ClusterSpec:
 
     def job_tasks(self, job_name: str) -> list[str | None]:
         """The addresses of a job by task index; ``None`` where an index is left out.
+
+        Args:
+            job_name: one of ``jobs``.
 
         Raises:
             ValueError: there is no such job.

@@ -176,7 +176,13 @@ def _tell_parts(device: PhysicalDevice) -> None:
 
 
 def get_logical_device_configuration(device: PhysicalDevice) -> list[LogicalDeviceConfiguration] | None:
-    """What ``set_logical_device_configuration`` was given for a device.
+    """The logical devices of a device.
+
+    Args:
+        device: one of ``list_physical_devices()``.
+
+    Returns:
+        What ``set_logical_device_configuration`` was given for it; ``None`` when nothing was.
 
     Raises:
         ValueError: no such device.

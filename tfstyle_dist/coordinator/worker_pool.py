@@ -1,4 +1,7 @@
-"""The thread that gives functions to workers, takes their results and notices when one is lost."""
+"""The thread that gives functions to workers, takes their results and runs those of a lost one elsewhere.
+
+That a worker is lost says ``Peer.news`` (``parameter_server/protocol/peer_loop.py``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The devices of replicas: names of torch and TensorFlow, several replicas on one, and the kinds of accelerators."""
+"""The devices of replicas: names of torch and TensorFlow, several replicas on one, and the kinds of accelerators.
+
+A new kind is a line of ``ACCELERATORS`` (CONTRIBUTING.md, "A device kind").
+"""
 
 from __future__ import annotations
 

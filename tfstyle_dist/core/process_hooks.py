@@ -1,4 +1,7 @@
-"""What is changed in the whole process as long as somebody needs it: hooks of torch, and functions that are wrapped."""
+"""What is changed in the whole process as long as somebody needs it: hooks of torch, and functions that are wrapped.
+
+docs/architecture.md, "What is changed in other packages", lists every function, where it is wrapped, and for how long.
+"""
 
 from __future__ import annotations
 

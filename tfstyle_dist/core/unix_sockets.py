@@ -29,7 +29,7 @@ def listen(name: str, backlog: int) -> socket.socket:
     Raises:
         OSError: this system has no such sockets, or there is no file left for one.
     """
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         made.bind("\0" + name)
         made.listen(backlog)
@@ -50,7 +50,7 @@ def connect(name: str, seconds: float | None) -> socket.socket:
         OSError: nobody listens there.
         PermissionError: the process that listens there is another user's.
     """
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if seconds is not None:  # waiting for room in the backlog is sending
             limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))

@@ -22,7 +22,7 @@ class Elastic:
         beat_every: seconds between two signs of life.
         stopped_after: seconds after which a worker counts as lost whose process was stopped by a signal (SIGSTOP,
             Ctrl-Z) on a host that it shares with the worker that notices. ``None``: ``suspect_after`` holds for it too.
-        check_every: of how many calls of ``run`` one begins with a comparison of all copies of parameters, optimizer
+        check_every: every so many calls of ``run``, one begins with a comparison of all copies of parameters, optimizer
             state and mirrored Variables; a worker that differs from most is named with the tensor and given up.
             ``None`` compares nothing.
 

@@ -1,6 +1,7 @@
 """What a vote says: the results of a worker's replicas, what each has of its own, and which batch it was.
 
-A vote is about a step. Who is lost is not voted on: each worker decides it for itself (``silence``, ``links``).
+A vote is about a step: ``membership.commit`` casts it, ``protocol`` counts. Who is lost is not voted on: each worker
+decides it for itself (``silence``, ``links``).
 """
 
 from __future__ import annotations

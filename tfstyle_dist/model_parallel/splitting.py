@@ -51,7 +51,16 @@ def tensor_split(variable_or_tensor: torch.Tensor, num_split: int, axis: int = 0
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full values of a divided tensor, for all workers of the replica, which all must call; others come back."""
+    """The full values of a divided tensor; one that is not divided comes back as it is.
+
+    All workers of the replica must call it.
+
+    Args:
+        tensor: a parameter, or what was computed with one.
+
+    Returns:
+        A tensor of the full shape, on each of these workers.
+    """
     return mesh.whole(tensor)
 
 

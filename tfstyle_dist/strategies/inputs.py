@@ -64,7 +64,8 @@ def experimental_distribute_dataset(
         NotFoundError: ``FILE`` or ``HINT`` with a dataset that cannot do that.
         InvalidArgumentError: fewer files than workers, a batch smaller than the replicas with ``drop_remainder``,
             or workers that were given different datasets.
-        NotImplementedError: one pipeline for each replica.
+        NotImplementedError: ``options`` ask for one pipeline for each replica; that is for
+            ``distribute_datasets_from_function``.
 
     Example:
         >>> loader = torch.utils.data.DataLoader(dataset, batch_size=64, shuffle=True)

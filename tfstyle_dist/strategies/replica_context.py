@@ -30,11 +30,9 @@ class ReplicaContext:
     Args:
         strategy: the strategy that runs.
         replica_id_in_sync_group: this replica's number among all replicas.
-        share: of the batch that the step was given.
-
-    Attributes:
-        local_replica_id: this replica's number on this worker.
-        share: this replica's part of a batch whose shares differ; ``None`` where all replicas weigh the same.
+        local_replica_id: its number on this worker.
+        run: the call of ``strategy.run`` that it is part of.
+        share: its part of the batch that the step was given; ``None`` where all replicas weigh the same.
 
     Example:
         >>> def step(x):

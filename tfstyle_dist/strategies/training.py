@@ -89,6 +89,9 @@ def sync_buffers(strategy: Strategy) -> None:
 
     Raises:
         RuntimeError: called in replica context.
+
+    Example:
+        >>> strategy.sync_buffers()  # on every worker, before model.eval()
     """
     strategy.require_cross_replica_context("Strategy.sync_buffers", "merge_call")
     _average_buffers(strategy.worker, strategy.parameter_store)

@@ -93,14 +93,16 @@ class RankProcess:
 
         The process stays a zombie, so that its id and its process group cannot be given to somebody else.
         """
-        if self._process.returncode is None:
+        if self._process.returncode is None and hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
             result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if result is None:
                 return None
             if result.si_code == os.CLD_EXITED:
                 return f"exit code {result.si_status}"
             return f"signal {_signal_name(result.si_status)}"
-        code = self._process.returncode
+        code = self._process.poll()
+        if code is None:
+            return None
         return f"exit code {code}" if code >= 0 else f"signal {_signal_name(-code)}"
 
     def send(self, message: object) -> None:

@@ -186,6 +186,8 @@ def _exit() -> None:
 class PreemptionWatcher:
     """Notices that this worker was told to end by SIGTERM (``experimental.PreemptionWatcher``).
 
+    Ask ``preemption_message`` in the loop; ``PreemptionCheckpointHandler`` does that, and saves.
+
     Raises:
         ValueError: built outside the main thread.
 

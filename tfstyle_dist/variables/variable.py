@@ -33,8 +33,8 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
             first worker's value counts.
         trainable: whether it takes gradients; default: yes, but no for ``ON_READ`` and for integers.
         name: for messages and checkpoints; copies are called ``name``, ``name/replica_1``, ...
-        dtype: element type; default: the tensor's own, float32 for Python floats. Ignored when ``initial_value`` is a
-            tensor of another type: that raises.
+        dtype: element type; default: the tensor's own, float32 for Python floats. A tensor of another type is converted
+            (TensorFlow refuses it).
         constraint: called with the value after a ``train`` optimizer has updated it, returns the value to keep, e.g. of
             a norm of at most 1; ``assign`` and plain ``torch.optim`` optimizers do not call it.
         synchronization: when the copies are made equal.

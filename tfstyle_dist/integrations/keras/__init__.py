@@ -1,11 +1,11 @@
 """Keras 3 on torch: models built and compiled in ``strategy.scope()`` train, evaluate and predict on all replicas.
 
-Importing this module is all there is to do::
-
-    import keras
+Importing this module is all there is to do; where the environment does not say ``KERAS_BACKEND=torch``, before Keras::
 
     import tfstyle_dist as tfd
     import tfstyle_dist.integrations.keras
+
+    import keras
 
     strategy = tfd.MirroredStrategy()
     with strategy.scope():

@@ -29,7 +29,8 @@ class Wakeup:
     """
 
     def __init__(self) -> None:
-        self.file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.file, self._end_to_write = os.pipe()
+        os.set_blocking(self.file, False)
         self._lock = threading.Lock()
         self._is_set = False
 
@@ -38,11 +39,11 @@ class Wakeup:
         with self._lock:
             if not self._is_set:
                 self._is_set = True
-                os.eventfd_write(self.file, 1)
+                os.write(self._end_to_write, b"\0")
 
     def clear(self) -> None:
         """Called by the thread that was woken, before it looks what there is to do."""
-        os.eventfd_read(self.file)
+        os.read(self.file, 1)
         self._is_set = False  # whoever sets it after this wakes the thread again
 
     def close(self) -> None:
@@ -50,6 +51,7 @@ class Wakeup:
         with self._lock:
             self._is_set = True  # for good
             os.close(self.file)
+            os.close(self._end_to_write)
 
 
 class News(enum.Enum):

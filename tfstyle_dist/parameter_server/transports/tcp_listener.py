@@ -190,7 +190,7 @@ class TcpListener:
         self.host = host
         self.connections: set[TcpConnection] = set()
         family = socket.AF_INET6 if ":" in host.interface else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listening = socket.socket(family, socket.SOCK_STREAM)
         try:
             tune(listening)
             listening.bind((host.interface, 0))
