@@ -108,6 +108,7 @@ class ReplicaContents:
         if begins:
             self.random.begin()
             self.settings.begin(self._things)
+            self._marks.begin()
         if self._failed:
             self._spreader.copy_all(self._things, self._others)
         if (changed := self._marks.changed(self._things)) is not None:
@@ -124,6 +125,7 @@ class ReplicaContents:
         self._buffers.take_back()
         if ran:
             self._shared.say_written()
+            self._marks.say_changed_data(self._things)
         self._marks.renew(self._things)
         if self.common is None and self._counterparts.find(self._things, self._others):
             self._marks.renew_all(self._things)
@@ -216,20 +218,18 @@ class ReplicaContents:
             self._places[id(value)] = self.rows.add(value, when_gone(self._let_go, id(value)), self._running)
             return
         state_objects.check_adoptable(value)
-        now, active = value.__dict__, self.shown
-        dicts: list[dict[str, Any]] = [now if r == active else {} for r in range(self.count)]
+        dicts: list[dict[str, Any]] = [value.__dict__ if r == self.shown else {} for r in range(self.count)]
         content = self._places[id(value)] = ObjectContent(value, dicts, when_gone(self._let_go, id(value)), self.taken)
         self.taken += 1
         self._objects.append(content)
         self._marks.forget()
         if self._running:
             self._things.append((value, content))
-        for replica, own in enumerate(dicts):
-            if replica != active:
-                copier = self._spreader.copier(replica, parts)
-                own.update({name: copier(attribute) for name, attribute in list(now.items())})
-        metrics.bind(value, content, self)
-        content.mark(now)
+        self._spreader.fill(value, content, parts, self._has_taken)
+
+    def _has_taken(self, thing: Any, content: ObjectContent) -> None:
+        metrics.bind(thing, content, self)
+        content.mark(thing.__dict__)
         if self.on_take is not None:
             self.on_take(content)
 

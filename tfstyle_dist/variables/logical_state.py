@@ -46,6 +46,7 @@ def read_logical(tensors: Sequence[torch.Tensor]) -> list[LogicalTensor]:
     Source: how ``tf.train.Checkpoint`` saves distributed variables.
     """
     read: list[LogicalTensor] = []
+    settled: list[Any] = []
     means: dict[tuple[int, torch.dtype, torch.device], list[tuple[Record, LogicalTensor]]] = {}
     for tensor in tensors:
         record = find_record(tensor)
@@ -53,8 +54,9 @@ def read_logical(tensors: Sequence[torch.Tensor]) -> list[LogicalTensor]:
             read.append(LogicalTensor(tensor.detach(), False, {"kind": "tensor"}))
             continue
         record.store.ensure_equal()
-        if record.kind == "buffer":
+        if record.kind == "buffer" and record.store not in settled:  # it looks at all that the strategy has
             record.store.settle()
+            settled.append(record.store)
         on_read = record.synchronization is VariableSynchronization.ON_READ
         mean = record.aggregation is VariableAggregation.MEAN
         facts = {

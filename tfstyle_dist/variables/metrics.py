@@ -70,6 +70,8 @@ class JointMetric:
         now.update(self._settings())
         for attributes in content.dicts:
             attributes.update(now)
+            if attributes is not metric.__dict__:  # ``reset`` empties a list, which may be too long for copies
+                attributes.update({name: [] for name in content.own if isinstance(attributes.get(name), list)})
         self.reset_others()  # what was counted so far counts once
 
     def _state_of(self, metric: Any) -> Mapping[str, Any]:

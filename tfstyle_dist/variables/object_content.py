@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.variables.copies import PLAIN_TENSORS, Mark, is_container
+from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, Mark, is_container
 
 
 class ObjectContent:
@@ -22,7 +23,7 @@ class ObjectContent:
         number: place in the order in which objects were taken.
         fresh: the attributes that were other objects when it was marked; whoever has looked at them empties it.
         own: the attributes that are never copied, whatever is written to them: each replica's are its own.
-        boxes: the containers among the attributes.
+        boxes: the containers among the other attributes.
         deep: the marks of containers that are not empty, and of tensors.
     """
 
@@ -72,11 +73,12 @@ class ObjectContent:
             self.deep = [m if m.same() else Mark(m.value) for m in self.deep]
             return
         self.fresh = [name for name, v in now.items() if v is not old.get(name) or id(v) in written]
+        copied = [v for name, v in now.items() if name not in self.own]
         if others:
             self._keys, self._values = list(now), list(now.values())
-            self.boxes = [v for v in self._values if is_container(v)]
+            self.boxes = [v for v in copied if is_container(v)]
         self._sizes = list(map(len, self.boxes))
-        self.deep = [Mark(v) for v in self._values if type(v) in PLAIN_TENSORS or (is_container(v) and v)]
+        self.deep = [Mark(v) for v in copied if type(v) in PLAIN_TENSORS or (is_container(v) and v)]
 
     def same(self, now: dict[str, Any]) -> bool:
         """Whether replica 0's attributes are as they were marked."""
@@ -139,6 +141,7 @@ class AllObjects:
                 stack += mark.parts()
         self._inner = [mark.value for mark in inner]
         self._inner_sizes = list(map(len, self._inner))
+        self.data = [box for box, size in zip(self._inner, self._inner_sizes, strict=True) if size > MOST_ENTRIES]
         looked_into = [mark.value for mark in inner if mark.looks_inside]
         self._mappings = [value for value in looked_into if isinstance(value, dict)]
         self._sequences = [value for value in looked_into if not isinstance(value, dict)]
@@ -181,6 +184,28 @@ class ObjectMarks:
 
     def __init__(self) -> None:
         self._all: AllObjects | None = None
+        self._data: list[tuple[Any, Any]] = []  # what is too long to be state, with its end when the run began
+
+    def begin(self) -> None:
+        """A run begins."""
+        self._data = [] if self._all is None else [(box, _end_of(box)) for box in self._all.data]
+
+    def say_changed_data(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
+        """Says it, once, where a step added to a container that the replicas share, because it is that long."""
+        changed = [box for box, end in self._data if _end_of(box) != end]
+        self._data = []
+        for thing, content in things if changed else ():
+            for name, value in thing.__dict__.items():
+                shared = name not in content.own and all(own.get(name) is value for own in content.dicts)
+                if shared and any(value is box for box in changed):
+                    warn_once(
+                        f"long container {type(thing).__qualname__}.{name}",
+                        f"A step changed {type(thing).__qualname__}.{name}, a {type(value).__name__} of {len(value)} "
+                        f"entries. One of more than {MOST_ENTRIES} counts as data, which the replicas of one process "
+                        "share: each of them changed the same one, where processes would have one each. Keep so many "
+                        "entries in a tensor, such as a buffer of a module, or change it outside of strategy.run "
+                        "(docs/replicas.md).",
+                    )
 
     def forget(self) -> None:
         """There are other objects now."""
@@ -208,6 +233,11 @@ class ObjectMarks:
         self.renew(things)
         for _, content in things:
             content.fresh = ()
+
+
+def _end_of(box: Any) -> tuple[int, Any]:
+    """What adding to a container changes: its size, or, where the first ones go meanwhile, the last entry."""
+    return len(box), None if isinstance(box, set | dict) else id(box[-1])
 
 
 def when_gone(let_go: Callable[[int], None], number: int) -> Callable[[Any], None]:

@@ -40,6 +40,7 @@ class Spreader:
     ) -> None:
         self._count, self._take, self._device, self._twins, self._adopt = count, take, rows.device, rows.twins, adopt
         self._counterparts = counterparts
+        self._unfilled: list[tuple[Any, ObjectContent, bool]] = []
         self.forget()
 
     def forget(self) -> None:
@@ -58,6 +59,32 @@ class Spreader:
             return self._twins.copy(replica, value, self._device(replica, value.device))
 
         return Copier(partial(self._take, part=parts), copy, self._known[replica])
+
+    def fill(self, thing: Any, content: ObjectContent, parts: bool, then: Callable[[Any, ObjectContent], None]) -> None:
+        """Gives the other replicas their attributes of an object, and of those that it has, and so on.
+
+        One after the other, not each within the one that has it: chains of objects may be longer than Python's stack.
+
+        Args:
+            thing: the object, with its attributes.
+            content: of each replica.
+            parts: whether its attributes are what a module or an optimizer has.
+            then: called with each of these objects, last with this one.
+        """
+        self._unfilled.append((thing, content, parts))
+        if len(self._unfilled) > 1:
+            return  # the call that has begun does it
+        try:
+            for one, its, has in self._unfilled:
+                now = one.__dict__
+                for replica, own in enumerate(its.dicts):
+                    if own is not now:
+                        copier = self.copier(replica, has)
+                        own.update({name: copier(value) for name, value in list(now.items())})
+            for one, its, _ in reversed(self._unfilled):
+                then(one, its)
+        finally:
+            self._unfilled = []
 
     def copy_all(self, things: Things, others: Sequence[int]) -> None:
         """Gives all replicas copies of what the first one has.
