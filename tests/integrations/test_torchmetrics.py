@@ -299,3 +299,23 @@ def test_what_was_kept_is_joined_whatever_its_type_and_size(strategy: tfd.Strate
     assert torch.equal(kept.cpu(), torch.cat(rows))
     ends = [r[-1, -1] if len(r) else torch.zeros((), dtype=dtype) for r in rows]
     assert torch.equal(last.cpu(), torch.stack(ends))
+
+
+WRAPPERS: dict[str, Callable[[], tm.Metric]] = {
+    "least and most": lambda: tm.MinMaxMetric(tm.classification.MulticlassAccuracy(CLASSES)),
+    "by class": lambda: tm.ClasswiseWrapper(tm.classification.MulticlassAccuracy(CLASSES, average=None)),
+    "sum of two": lambda: tm.classification.MulticlassAccuracy(CLASSES) + tm.classification.MulticlassF1Score(CLASSES),
+}
+
+
+@IN_ONE_PROCESS
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_wrapper_keeps_what_was_counted_before_the_first_run(strategy: tfd.Strategy, kind: str) -> None:
+    alone, count = WRAPPERS[kind](), strategy.num_replicas_in_sync
+    with strategy.scope():
+        metric = WRAPPERS[kind]()
+    for one in (alone, metric):
+        one.update(*batch(0, count))
+    alone.update(*batch(1, count))
+    strategy.run(lambda: metric.update(*share(batch(1, count))))
+    torch.testing.assert_close(metric.compute(), alone.compute())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -34,7 +35,8 @@ def test_death(process_group, rank, ranks):
 
 def run(*argv: str, nproc: int = 1) -> str:
     """Runs a program there; returns what it printed."""
-    env = {"TFSTYLE_PRETEND_SYSTEM": "1", "PYTHONPATH": str(HERE), "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": None}
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {"TFSTYLE_PRETEND_SYSTEM": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": None}
     result = run_script(argv, nproc=nproc, timeout=150, env=env, cwd=ROOT)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout

@@ -83,6 +83,23 @@ def test_a_step_that_adds_to_what_counts_as_data_is_told(
     assert "which the replicas of one process share" in said
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["in a step", "outside"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_counts_as_data_may_be_emptied(strategy: td.MirroredStrategy, kind: str, inside: bool) -> None:
+    with strategy.scope():
+        module = nn.Linear(1, 1)
+    for _ in range(2):
+        module.history = copy.copy(KINDS[kind][0])
+        for _ in range(2):
+            strategy.run(lambda: len(module.history))
+        if inside:
+            strategy.run(lambda: module.history.clear())
+        else:
+            module.history.clear()
+        strategy.run(lambda: module.history.clear() if module.history else None)
+        assert not module.history
+
+
 def test_a_long_list_that_is_each_replicas_own_may_grow(
     strategy: td.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ) -> None:

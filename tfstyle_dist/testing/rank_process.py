@@ -43,7 +43,7 @@ class RankProcess:
     def __init__(self, rank: int, directory: Path, cwd: Path) -> None:
         self.rank = rank
         # In its environment and in that of all its descendants.
-        self._token = uuid.uuid4().hex
+        self._token, self._killed = uuid.uuid4().hex, False
         self.directory = directory
         # The test files that it was asked to collect.
         self.files: set[str] = set()
@@ -91,7 +91,7 @@ class RankProcess:
     def exited(self) -> str | None:
         """Says how the process ended, or returns None while it lives.
 
-        The process stays a zombie, so that its id and its process group cannot be given to somebody else.
+        Where there is ``os.waitid`` the process stays a zombie, so that its id cannot be given to somebody else.
         """
         if self._process.returncode is None and hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
             result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -171,7 +171,8 @@ class RankProcess:
 
     def kill(self) -> None:
         """Kills the process and all its descendants; does nothing if that was done."""
-        if self._process.returncode is None:
+        if not self._killed:
+            self._killed = True
             # A child with a session and an environment of its own is known by its parent alone, while that lives.
             family = processes.tree(self.pid) - {self.pid}
             processes.kill_group(self.pid)

@@ -11,17 +11,15 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.runtime.context import current_replica
+from tfstyle_dist.variables.gathered_tensors import of_all_replicas
 from tfstyle_dist.variables.object_content import ObjectContent
-
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-_MOST_DIMENSIONS = 8
 
 
 def _is_of_torchmetrics(thing: Any) -> bool:
@@ -32,6 +30,11 @@ def _is_of_torchmetrics(thing: Any) -> bool:
 
 def _is_of_torcheval(thing: Any) -> bool:
     return isinstance(vars(thing).get("_state_name_to_default"), dict) and hasattr(type(thing), "merge_state")
+
+
+def _first_class_of(metric: Any) -> Any:
+    """The ``Metric`` of torchmetrics, from which the class of the metric is derived."""
+    return next(kind for kind in type(metric).__mro__ if "metric_state" in vars(kind))
 
 
 class Contents(Protocol):
@@ -72,7 +75,11 @@ class JointMetric:
             attributes.update(now)
             if attributes is not metric.__dict__:  # ``reset`` empties a list, which may be too long for copies
                 attributes.update({name: [] for name in content.own if isinstance(attributes.get(name), list)})
-        self.reset_others()  # what was counted so far counts once
+        # What was counted so far counts once. The metrics in a wrapper are reset where they join.
+        if not isinstance(metric, torch.nn.Module) or not any(map(_is_of_torchmetrics, list(metric.modules())[1:])):
+            self.reset_others()
+        elif not content.own.isdisjoint(vars(metric)):
+            self._for_others(partial(_first_class_of(metric).reset, metric))
 
     def _state_of(self, metric: Any) -> Mapping[str, Any]:
         return metric.metric_state  # type: ignore[no-any-return]
@@ -278,23 +285,3 @@ def bind(thing: Any, content: ObjectContent, contents: Contents) -> None:
 def _in_a_replica() -> bool:
     replica = current_replica()
     return replica is not None and replica.num_replicas_in_sync > 1
-
-
-def of_all_replicas(value: torch.Tensor, group: None = None) -> list[torch.Tensor]:
-    """The tensors that all replicas have here, in replica order; called by each of them.
-
-    Args:
-        value: of any shape, which need not be that of the others.
-        group: torchmetrics' name for a part of the processes; none.
-    """
-    replica = current_replica()
-    assert replica is not None
-    about = [_DTYPES.index(value.dtype), value.dim(), *value.shape]
-    mine = torch.tensor([about + [0] * (_MOST_DIMENSIONS + 2 - len(about))], device=value.device)
-    told = [(_DTYPES[row[0]], torch.Size(row[2 : 2 + row[1]])) for row in replica.all_gather(mine, axis=0).tolist()]
-    sizes = [dtype.itemsize * shape.numel() for dtype, shape in told]
-    parts = replica.all_gather(bytes_of(value), axis=0).split(sizes)
-    # What a replica has that has seen nothing is empty and of some type: the others know which.
-    known = next((dtype for dtype, shape in told if shape.numel()), value.dtype)
-    found = [part.clone().view(dtype).reshape(shape) for part, (dtype, shape) in zip(parts, told, strict=True)]
-    return [part if part.numel() else part.to(known) for part in found]

@@ -184,7 +184,7 @@ class ObjectMarks:
 
     def __init__(self) -> None:
         self._all: AllObjects | None = None
-        self._data: list[tuple[Any, Any]] = []  # what is too long to be state, with its end when the run began
+        self._data: list[tuple[Any, tuple[int, Any]]] = []  # too long to be state; its end when the run began
 
     def begin(self) -> None:
         """A run begins."""
@@ -192,19 +192,19 @@ class ObjectMarks:
 
     def say_changed_data(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
         """Says it, once, where a step added to a container that the replicas share, because it is that long."""
-        changed = [box for box, end in self._data if _end_of(box) != end]
+        changed = {id(box): size for box, (size, last) in self._data if _end_of(box) != (size, last)}
         self._data = []
         for thing, content in things if changed else ():
             for name, value in thing.__dict__.items():
                 shared = name not in content.own and all(own.get(name) is value for own in content.dicts)
-                if shared and any(value is box for box in changed):
+                if shared and id(value) in changed:
                     warn_once(
                         f"long container {type(thing).__qualname__}.{name}",
-                        f"A step changed {type(thing).__qualname__}.{name}, a {type(value).__name__} of {len(value)} "
-                        f"entries. One of more than {MOST_ENTRIES} counts as data, which the replicas of one process "
-                        "share: each of them changed the same one, where processes would have one each. Keep so many "
-                        "entries in a tensor, such as a buffer of a module, or change it outside of strategy.run "
-                        "(docs/replicas.md).",
+                        f"A step changed {type(thing).__qualname__}.{name}, a {type(value).__name__} of "
+                        f"{changed[id(value)]} entries. One of more than {MOST_ENTRIES} counts as data, which the "
+                        "replicas of one process share: whatever one of them changes is changed for all, where "
+                        "processes would have one each. Keep so many entries in a tensor, such as a buffer of a "
+                        "module, or change it outside of strategy.run (docs/replicas.md).",
                     )
 
     def forget(self) -> None:
@@ -237,7 +237,7 @@ class ObjectMarks:
 
 def _end_of(box: Any) -> tuple[int, Any]:
     """What adding to a container changes: its size, or, where the first ones go meanwhile, the last entry."""
-    return len(box), None if isinstance(box, set | dict) else id(box[-1])
+    return len(box), None if not box or isinstance(box, set | dict) else id(box[-1])
 
 
 def when_gone(let_go: Callable[[int], None], number: int) -> Callable[[Any], None]:

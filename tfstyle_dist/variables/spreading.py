@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -74,17 +75,19 @@ class Spreader:
         self._unfilled.append((thing, content, parts))
         if len(self._unfilled) > 1:
             return  # the call that has begun does it
+        filled = self._unfilled
         try:
-            for one, its, has in self._unfilled:
+            for one, its, has in filled:
                 now = one.__dict__
                 for replica, own in enumerate(its.dicts):
                     if own is not now:
                         copier = self.copier(replica, has)
                         own.update({name: copier(value) for name, value in list(now.items())})
-            for one, its, _ in reversed(self._unfilled):
-                then(one, its)
         finally:
             self._unfilled = []
+        with ExitStack() as taken:  # the last one first, and all of them, whatever one raises
+            for one, its, _ in filled:
+                taken.callback(then, one, its)
 
     def copy_all(self, things: Things, others: Sequence[int]) -> None:
         """Gives all replicas copies of what the first one has.
