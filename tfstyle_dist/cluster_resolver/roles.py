@@ -49,6 +49,11 @@ def check(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> None
             raise ValueError(f"There must be at most one {job!r} job, got {spec.job_tasks(job)}.")
     seen: dict[str, str] = {}
     for task in tasks(spec):
+        if task.index < 0:
+            raise ValueError(
+                f"The cluster spec has the task {task} with a negative index; write indices from 0, or a list of "
+                "addresses, which counts by itself."
+            )
         if task.address in seen:
             raise ValueError(
                 f"Address {task.address} is given to both {seen[task.address]} and {task.type} {task.index}; each "
