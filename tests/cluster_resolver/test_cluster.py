@@ -71,7 +71,12 @@ def test_evaluator_and_empty_cluster_are_alone() -> None:
         ({"worker": ["a:1", "a:1"]}, "worker", 0, "a:1 is given to both worker 0 and worker 1"),
         ({"worker": ["a:1"], "ps": ["a:1"]}, "worker", 0, "a:1 is given to both"),
         ({"chief": ["a:1", "b:1"]}, "chief", 0, "at most one 'chief'"),
-        ({"worker": {-1: "a:1", 0: "b:1"}}, "worker", 0, r"worker -1 \(a:1\) with a negative index; write indices from 0"),
+        (
+            {"worker": {-1: "a:1", 0: "b:1"}},
+            "worker",
+            0,
+            r"worker -1 \(a:1\) with a negative index; write indices from 0",
+        ),
         ({"worker": ["a:1"], "ps": ["b:1"]}, "ps", 0, "parameter servers do not train"),
     ],
 )

@@ -194,7 +194,10 @@ def test_a_job_whose_output_nobody_reads_is_ended(launch: Any, errors_too: bool)
     if errors_too:
         process.stderr.close()
     else:
-        assert process.stderr.read() == "[launch] nobody reads the output any more (it went into a pipe): stopping all tasks\n"
+        assert (
+            process.stderr.read()
+            == "[launch] nobody reads the output any more (it went into a pipe): stopping all tasks\n"
+        )
     assert process.wait(30) == 128 + signal.SIGPIPE
     assert not started.left()
 
@@ -202,7 +205,10 @@ def test_a_job_whose_output_nobody_reads_is_ended(launch: Any, errors_too: bool)
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("--workers", "abc"), "argument --workers: must be a whole number that is not negative, got 'abc'; write e.g. 2"),
+        (
+            ("--workers", "abc"),
+            "argument --workers: must be a whole number that is not negative, got 'abc'; write e.g. 2",
+        ),
         (("--ps", "-1"), "argument --ps: must be a whole number that is not negative, got '-1'; write e.g. 2"),
         (("--grace", "nan"), "argument --grace: must be a number of seconds that is not negative, got 'nan'"),
         (("--grace", "-5"), "argument --grace: must be a number of seconds that is not negative, got '-5'"),

@@ -88,8 +88,8 @@ class KubernetesClusterResolver(ClusterResolver):
                 raise RuntimeError(f"Kubernetes gave no list of the pods of {selector!r}.")
             if not found:
                 raise RuntimeError(
-                    f"Kubernetes has no pods with the labels {selector!r}. Look at the labels of yours: kubectl get pods "
-                    "--all-namespaces --show-labels; if these are right, wait until the pods are made."
+                    f"Kubernetes has no pods with the labels {selector!r}. Look at the labels of yours: kubectl get "
+                    "pods --all-namespaces --show-labels; if these are right, wait until the pods are made."
                 )
             for pod in sorted(found, key=lambda pod: _by_numbers(pod.metadata.name or "")):
                 phase = None if pod.status is None else pod.status.phase

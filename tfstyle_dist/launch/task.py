@@ -24,7 +24,7 @@ _OTHERS_FAULT = re.compile(r"^(\w+\.)*(PeerLostError|DeadlineExceededError|Unava
 
 
 def show(text: str, stream: TextIO) -> None:
-    """Prints a line; letters that the stream has not are shown as ``\\u2192``.
+    """Prints a line; of letters that the stream has not it shows the numbers.
 
     Raises:
         BrokenPipeError: nobody reads the stream any more, and nobody is told again: the rest of it goes nowhere.
