@@ -21,6 +21,7 @@ from tfstyle_dist.cluster_resolver import (
     roles,
 )
 from tfstyle_dist.cluster_resolver.slurm import expand_hostlist, expand_tasks_per_node
+from tfstyle_dist.core import launch_env
 
 TRAINING = {"worker": ["w0:1", "w1:1"], "chief": ["c:1"], "ps": ["p:1"], "evaluator": ["e:1"]}
 
@@ -70,6 +71,12 @@ def test_evaluator_and_empty_cluster_are_alone() -> None:
         ({"worker": ["a:1", "a:1"]}, "worker", 0, "a:1 is given to both worker 0 and worker 1"),
         ({"worker": ["a:1"], "ps": ["a:1"]}, "worker", 0, "a:1 is given to both"),
         ({"chief": ["a:1", "b:1"]}, "chief", 0, "at most one 'chief'"),
+        (
+            {"worker": {-1: "a:1", 0: "b:1"}},
+            "worker",
+            0,
+            r"worker -1 \(a:1\) with a negative index; write indices from 0",
+        ),
         ({"worker": ["a:1"], "ps": ["b:1"]}, "ps", 0, "parameter servers do not train"),
     ],
 )
@@ -158,6 +165,28 @@ def test_slurm_keeps_the_order_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None
             SlurmClusterResolver(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"jobs": {"worker": "3"}}, r"`jobs` must have whole numbers of tasks, got '3' for 'worker'; write e\.g\."),
+        ({"jobs": ["worker"]}, r"`jobs` must be a dictionary of numbers of tasks, got \['worker'\]; write e\.g\."),
+        ({"jobs": {"worker": 4, "ps": -1}}, r"`jobs` has -1 tasks for 'ps', which is negative; write e\.g\."),
+        ({"tasks_per_node": {"n9": "2", "n10": 1}}, r"`tasks_per_node` must have whole numbers of tasks, got '2'"),
+        ({"tasks_per_node": -1}, r"`tasks_per_node` has -1 tasks for 'n9'"),
+        ({"port_base": "8888"}, r"`port_base` must be a whole number, got '8888'; write e\.g\. port_base=8888"),
+        ({"port_base": 65535}, r"port_base=65535 gives .* the ports 65535 to 65536, but ports .* from 1 to 65535"),
+        ({"port_base": 0}, r"port_base=0 gives"),
+    ],
+)
+def test_arguments_for_slurm(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str) -> None:
+    step = {"PROCID": "2", "STEP_NUM_TASKS": "3", "STEP_TASKS_PER_NODE": "2,1", "STEP_NODELIST": "n[9-10]"}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises((TypeError, ValueError), match=message):
+        SlurmClusterResolver(gpus_per_node=0, **options)
+    assert SlurmClusterResolver(port_base=65534, gpus_per_node=0).cluster_spec().task_address("worker", 1) == "n9:65535"
+
+
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -168,6 +197,18 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK")
     with pytest.raises(RuntimeError, match="RANK and WORLD_SIZE are not set"):
         TorchrunClusterResolver()
+
+
+@pytest.mark.parametrize("empty", ["RANK", "WORLD_SIZE"])
+def test_an_empty_variable_of_torchrun_is_named(monkeypatch: pytest.MonkeyPatch, empty: str) -> None:
+    """A template whose value was missing: on every process it would be rank 0."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "" if name == empty else "2")
+    with pytest.raises(ValueError, match=rf"variable {empty} is empty.*e\.g\. RANK=0 and WORLD_SIZE=2, or unset both"):
+        launch_env.launch()
+    monkeypatch.setenv("RANK", "")
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert launch_env.launch() is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is here")

@@ -80,6 +80,27 @@ def test_pods_become_tasks_by_name(cluster: type[Api]) -> None:
     assert resolver.master() == "grpc://10.0.0.3:7000"
 
 
+def test_the_pods_of_an_indexed_job_are_numbered_by_their_index(cluster: type[Api]) -> None:
+    names = [f"train-{index}-x{9 - index % 10}k" for index in range(12)]
+    cluster.pods = {
+        "job-name=train": [(name, "Running", f"10.0.0.{index}") for index, name in sorted(enumerate(names), key=str)]
+    }
+    resolver = KubernetesClusterResolver({"worker": ["job-name=train"]}, executable_location=OFF_CLUSTER)
+    assert resolver.cluster_spec().as_dict() == {"worker": [f"10.0.0.{index}:8470" for index in range(12)]}
+
+
+def test_a_selector_without_pods_is_named(cluster: type[Api]) -> None:
+    cluster.pods = {}
+    resolver = KubernetesClusterResolver({"worker": ["job-name=trian"]}, executable_location=OFF_CLUSTER)
+    with pytest.raises(RuntimeError, match=r"no pods with the labels 'job-name=trian'.*--show-labels"):
+        resolver.cluster_spec()
+
+
+def test_a_selector_that_is_in_no_list_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"'worker' must be a list.*'job-name=a'.*write \{'worker': \['job-name=a'\]\}"):
+        KubernetesClusterResolver({"worker": "job-name=a"})
+
+
 def test_a_pod_that_does_not_run_is_named(cluster: type[Api]) -> None:
     cluster.pods = {"job-name=tensorflow": [("t-0", "Pending", "")]}
     resolver = KubernetesClusterResolver(executable_location=OFF_CLUSTER)

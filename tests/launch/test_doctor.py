@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tfstyle_dist.core import network
-from tfstyle_dist.doctor import __main__ as doctor
+from tfstyle_dist.doctor import __main__ as doctor, cluster
 from tfstyle_dist.doctor.__main__ import examine, main
 from tfstyle_dist.doctor.finding import Finding, Level
 
@@ -62,6 +62,55 @@ def test_a_wrong_cluster_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert any("TFSTYLE_TIMEOUT_SECONDS='soon'" in found.text for found in problems(examine()))
 
 
+def test_every_wrong_setting_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refused = {
+        "TFSTYLE_TIMEOUT_SECONDS": "soon", "TFSTYLE_START_TIMEOUT_SECONDS": "-1", "TFSTYLE_PS_PATIENCE_SECONDS": "x",
+        "TFSTYLE_PS_TCP": "2", "TFSTYLE_LOG_LEVEL": "LOUD", "TFSTYLE_PS_KEYS": str(tmp_path / "absent"),
+    }  # fmt: skip
+    odd = {
+        "TFSTYLE_MONITOR": "off",
+        "TFSTYLE_SHARED_MEMORY": "no",
+        "TFSTYLE_PS_INSECURE": "yes",
+        "TFSTYLE_DEBUG": "all",
+    }
+    for name, value in {**refused, **odd}.items():
+        monkeypatch.setenv(name, value)
+    found = {
+        level: [finding.text for finding in cluster.settings() if finding.level is level]
+        for level in (Level.PROBLEM, Level.WARNING)
+    }
+    for level, variables in ((Level.PROBLEM, refused), (Level.WARNING, odd)):
+        assert len(found[level]) == len(variables), found
+        assert all(any(text.startswith(name) for text in found[level]) for name in variables), found
+
+
+def test_a_task_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"clsuter": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    (found,) = problems(examine())
+    assert """has a "task" and no "cluster", only the keys ['clsuter', 'task']""" in found.text
+
+
+@pytest.mark.parametrize(("index", "level"), [(0, Level.PROBLEM), (1, Level.WARNING)])
+def test_the_address_of_another_host(monkeypatch: pytest.MonkeyPatch, index: int, level: Level) -> None:
+    """Of the task that listens it is a problem."""
+    monkeypatch.setattr(cluster, "_CONNECT_SECONDS", 0.2)
+    ports = network.free_ports(2)
+    set_cluster(monkeypatch, [f"192.0.2.{7 + i}:{port}" for i, port in enumerate(ports)], index)
+    (found,) = [finding for finding in examine() if "is no address of this host" in finding.text]
+    assert found.level is level
+    assert f"this is worker {index} (192.0.2.{7 + index}:{ports[index]})" in found.text
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_loopback_address_beside_another_host(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr(cluster, "_CONNECT_SECONDS", 0.2)
+    first, second = network.free_ports(2)
+    set_cluster(monkeypatch, [f"{host}:{first}", f"192.0.2.7:{second}"])
+    found = [finding.text for finding in problems(examine())]
+    assert f"worker 0 ({host}:{first}): every host takes this address for its own, but there is also" in found[0]
+
+
 def test_a_taken_port_names_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     with open(os.devnull) as lower, socket.socket() as taken:
         lower.close()  # what lists the owner's descriptors is one of them, and comes first now
@@ -79,7 +128,7 @@ def test_peers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     own, other = network.free_ports(2)
     set_cluster(monkeypatch, [f"127.0.0.1:{own}", f"127.0.0.2:{other}", "no-such-host.invalid:1"])
     findings = examine()
-    (found,) = problems(findings)
+    _, found = problems(findings)  # the first one: a loopback address beside the name of a host
     assert "no-such-host.invalid" in found.text
     assert "does not resolve" in found.text
     assert any("nothing listens there yet" in finding.text for finding in findings)

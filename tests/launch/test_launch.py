@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
+from tfstyle_dist.launch.__main__ import parse
 from tfstyle_dist.parameter_server.client.server_link import ServerLink
 from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 
@@ -175,6 +176,49 @@ sys.stdout.write("no newline at the end")
     assert code == 0
     assert out.splitlines() == ["[worker 0] to stdout", "[worker 0] 100%", "[worker 0] no newline at the end"]
     assert err == "[worker 0] to stderr\n"
+
+
+def test_letters_that_the_output_has_not_are_escaped(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    code, out, err = launch("sys.stdout.buffer.write('loss \\u2192 0.5\\n'.encode())", "--workers", "1").end()
+    assert (code, out, err) == (0, "[worker 0] loss \\u2192 0.5\n", "")
+
+
+@pytest.mark.parametrize("errors_too", [False, True])
+def test_a_job_whose_output_nobody_reads_is_ended(launch: Any, errors_too: bool) -> None:
+    """``| head -1`` and ``2>&1 | head -1``."""
+    started = launch("while True: print('ready', flush=True); time.sleep(0.01)", "--workers", "1")
+    process = started.process
+    started.wait_for(1)
+    process.stdout.close()
+    if errors_too:
+        process.stderr.close()
+    else:
+        assert (
+            process.stderr.read()
+            == "[launch] nobody reads the output any more (it went into a pipe): stopping all tasks\n"
+        )
+    assert process.wait(30) == 128 + signal.SIGPIPE
+    assert not started.left()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            ("--workers", "abc"),
+            "argument --workers: must be a whole number that is not negative, got 'abc'; write e.g. 2",
+        ),
+        (("--ps", "-1"), "argument --ps: must be a whole number that is not negative, got '-1'; write e.g. 2"),
+        (("--grace", "nan"), "argument --grace: must be a number of seconds that is not negative, got 'nan'"),
+        (("--grace", "-5"), "argument --grace: must be a number of seconds that is not negative, got '-5'"),
+        (("--evaluator-grace", "x"), "argument --evaluator-grace: must be a number of seconds"),
+    ],
+)
+def test_wrong_numbers_are_refused(option: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse([*option, "train.py"])
+    assert message in capsys.readouterr().err
 
 
 def test_the_first_failure_stops_all_and_is_shown(launch: Any) -> None:

@@ -21,6 +21,7 @@ from cluster_processes import LAUNCHER_VARIABLES, loopback_cluster
 import tfstyle_dist as td
 from tfstyle_dist.comm.rendezvous.rendezvous import Rendezvous
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError, UnavailableError
+from tfstyle_dist.core.logging import _said
 
 pytestmark = pytest.mark.timeout(120)
 Cluster = dict[str, list[str]]
@@ -220,6 +221,21 @@ def test_a_wrong_tf_config_is_explained_at_once(
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         td.MultiWorkerMirroredStrategy()
     assert message.removeprefix("JSONDecodeError: ") in str(caught.value)
+
+
+def test_a_task_without_a_cluster_is_said_to_be_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TensorFlow trains a job of one worker in each process, and says nothing."""
+    _said.discard("TF_CONFIG without a cluster")
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for key, warned in (("cluster", 0), ("clsuter", 1)):
+        config = {key: {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+        with td.MultiWorkerMirroredStrategy() as strategy:
+            assert strategy.num_replicas_in_sync == 1
+        assert caplog.text.count("only the keys ['clsuter', 'task'], so this process trains alone") == warned
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

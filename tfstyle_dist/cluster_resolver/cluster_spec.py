@@ -18,7 +18,8 @@ class ClusterSpec:
 
     Raises:
         TypeError: ``cluster`` is of another type, or a job name or an address is not a string.
-        ValueError: a task index is no whole number from 0 to ``MOST_TASKS`` - 1, or is given twice.
+        ValueError: a task index is no whole number, is not below ``MOST_TASKS``, or is given twice. A negative one is
+            kept, as in TensorFlow; strategies refuse it.
 
     Example:
         >>> spec = ClusterSpec({"chief": ["host0:2222"], "worker": ["host1:2222", "host2:2222"]})

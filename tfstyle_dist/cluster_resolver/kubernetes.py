@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ class KubernetesClusterResolver(ClusterResolver):
     """Pods chosen by labels (``tf.distribute.cluster_resolver.KubernetesClusterResolver``).
 
     Which pod this process runs in is not found out: set ``task_type`` and ``task_id``, for instance from
-    ``JOB_COMPLETION_INDEX`` of an indexed Job. Tasks are numbered by pod name.
+    ``JOB_COMPLETION_INDEX`` of an indexed Job. Tasks are numbered by pod name, in which numbers sort as numbers.
 
     Args:
         job_to_label_mapping: from job to the label selectors of its pods; default
@@ -39,6 +40,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     Raises:
         ImportError: the package ``kubernetes`` is not installed and there is no ``override_client``.
+        TypeError: the selectors of a job are no list.
         ValueError: ``executable_location`` is no ``KubernetesExecutableLocation``.
 
     Example:
@@ -60,6 +62,12 @@ class KubernetesClusterResolver(ClusterResolver):
                 "executable_location must be KubernetesExecutableLocation.WITHIN_CLUSTER or OFF_CLUSTER, got "
                 f"{executable_location!r}."
             )
+        for job, selectors in (job_to_label_mapping or {}).items():
+            if isinstance(selectors, str):
+                raise TypeError(
+                    f"The label selectors of job {job!r} must be a list, got the string {selectors!r}, whose letters "
+                    f"would be selectors of their own; write {{{job!r}: [{selectors!r}]}}."
+                )
         self._labels = job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
         self._port, self._rpc_layer = tf_server_port, rpc_layer
         self._client = _client(executable_location) if override_client is None else override_client
@@ -68,7 +76,7 @@ class KubernetesClusterResolver(ClusterResolver):
         """The pods as they are now.
 
         Raises:
-            RuntimeError: a pod does not run yet, or no longer, or has no address yet.
+            RuntimeError: a selector has no pods, or a pod does not run yet, or no longer, or has no address yet.
         """
         return ClusterSpec({job: self._pods(selectors) for job, selectors in self._labels.items()})
 
@@ -78,7 +86,12 @@ class KubernetesClusterResolver(ClusterResolver):
             found = self._client.list_pod_for_all_namespaces(label_selector=selector).items
             if found is None:
                 raise RuntimeError(f"Kubernetes gave no list of the pods of {selector!r}.")
-            for pod in sorted(found, key=lambda pod: pod.metadata.name or ""):
+            if not found:
+                raise RuntimeError(
+                    f"Kubernetes has no pods with the labels {selector!r}. Look at the labels of yours: kubectl get "
+                    "pods --all-namespaces --show-labels; if these are right, wait until the pods are made."
+                )
+            for pod in sorted(found, key=lambda pod: _by_numbers(pod.metadata.name or "")):
                 phase = None if pod.status is None else pod.status.phase
                 # TensorFlow takes the node's address, which reaches a pod on the host network only; for those the
                 # two are the same.
@@ -94,6 +107,11 @@ class KubernetesClusterResolver(ClusterResolver):
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """The address of a task, by default this process's if it was set, else ``""``; see ``ClusterResolver``."""
         return self._own_master(task_type, task_id, rpc_layer)
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """Sorts ``train-2-x`` before ``train-10-y``: the pods of an indexed Job by their index."""
+    return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def _client(location: KubernetesExecutableLocation) -> Any:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from tfstyle_dist.cluster_resolver.base import ClusterResolver
 from tfstyle_dist.cluster_resolver.cluster_spec import ClusterSpec
+from tfstyle_dist.cluster_resolver.tf_config import TFConfigClusterResolver, missing_cluster
+from tfstyle_dist.core.logging import warn_once
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 
@@ -49,6 +51,11 @@ def check(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> None
             raise ValueError(f"There must be at most one {job!r} job, got {spec.job_tasks(job)}.")
     seen: dict[str, str] = {}
     for task in tasks(spec):
+        if task.index < 0:
+            raise ValueError(
+                f"The cluster spec has the task {task} with a negative index; write indices from 0, or a list of "
+                "addresses, which counts by itself."
+            )
         if task.address in seen:
             raise ValueError(
                 f"Address {task.address} is given to both {seen[task.address]} and {task.type} {task.index}; each "
@@ -87,13 +94,16 @@ def tasks(spec: ClusterSpec, *jobs: str) -> list[Task]:
 def training_tasks(resolver: ClusterResolver) -> tuple[list[Task], int]:
     """The tasks that train together, the chief first, and which of them this process is.
 
-    An evaluator trains with nobody: it is alone in its list. So is a process without a cluster.
+    An evaluator trains with nobody: it is alone in its list. So is a process without a cluster; of one that
+    ``TF_CONFIG`` gives a task and no cluster it is said once.
 
     Raises:
         ValueError: the cluster or the task is wrong, or this process is a parameter server.
     """
     spec, task_type, task_id = resolver.cluster_spec(), resolver.task_type, resolver.task_id
     check(spec, task_type, task_id)
+    if isinstance(resolver, TFConfigClusterResolver) and (trouble := missing_cluster()):
+        warn_once("TF_CONFIG without a cluster", trouble)
     if not spec or task_type == "evaluator":
         return [Task(task_type or "worker", task_id or 0, "")], 0
     members = tasks(spec, "chief", "worker")

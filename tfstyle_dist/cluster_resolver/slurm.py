@@ -102,7 +102,8 @@ class SlurmClusterResolver(ClusterResolver):
 
     Raises:
         RuntimeError: not in a SLURM step, the tasks of ``jobs`` are not those of the step, or too many GPUs.
-        TypeError: a number of GPUs is no whole number.
+        TypeError: a number of GPUs or of tasks, or ``port_base``, is no whole number, or ``jobs`` no dictionary.
+        ValueError: a number of tasks is negative, or a task's port would be none.
 
     Example:
         >>> resolver = SlurmClusterResolver({"worker": 4})  # under srun --ntasks=4
@@ -120,9 +121,10 @@ class SlurmClusterResolver(ClusterResolver):
         rpc_layer: str = "grpc",
     ) -> None:
         self._rank = _slurm_number("PROCID")
-        self._jobs = {"worker": _slurm_number("STEP_NUM_TASKS")} if jobs is None else jobs
+        self._jobs = {"worker": _slurm_number("STEP_NUM_TASKS")} if jobs is None else _checked("jobs", "worker", jobs)
         self._port_base, self._auto_set_gpu, self._rpc_layer = port_base, auto_set_gpu, rpc_layer
         self._tasks_per_node = _tasks_per_node(tasks_per_node)
+        _check_ports(port_base, self._tasks_per_node)
         most, assigned = max(self._tasks_per_node.values(), default=0), sum(self._tasks_per_node.values())
         for name, gpus in (("gpus_per_node", gpus_per_node), ("gpus_per_task", gpus_per_task)):
             if gpus is not None and not isinstance(gpus, int):
@@ -186,12 +188,12 @@ class SlurmClusterResolver(ClusterResolver):
 def _tasks_per_node(given: int | dict[str, int] | None) -> dict[str, int]:
     """The number of tasks of each host, in the order in which SLURM numbers them."""
     if isinstance(given, dict):
-        return given
+        return _checked("tasks_per_node", "host0", given)
     if given is not None and not isinstance(given, int):
         raise RuntimeError(f"`tasks_per_node` has to be an integer or a dictionary, got {given!r}.")
     hosts = expand_hostlist(_slurm("STEP_NODELIST"))
     if given is not None:
-        return dict.fromkeys(hosts, given)
+        return _checked("tasks_per_node", "host0", dict.fromkeys(hosts, given))
     counts = expand_tasks_per_node(_slurm("STEP_TASKS_PER_NODE"))
     if len(counts) != len(hosts):
         raise RuntimeError(
@@ -199,6 +201,30 @@ def _tasks_per_node(given: int | dict[str, int] | None) -> dict[str, int]:
             f"{len(counts)}. Start the script with srun, which sets both."
         )
     return dict(zip(hosts, counts, strict=True))
+
+
+def _checked(name: str, key: str, counts: dict[str, int]) -> dict[str, int]:
+    """An argument that has numbers of tasks; ``key`` is for the example."""
+    example = f"write e.g. {name}={{{key!r}: 2}}."
+    if not isinstance(counts, dict):
+        raise TypeError(f"`{name}` must be a dictionary of numbers of tasks, got {counts!r}; {example}")
+    for one, count in counts.items():
+        if not isinstance(count, int):
+            raise TypeError(f"`{name}` must have whole numbers of tasks, got {count!r} for {one!r}; {example}")
+        if count < 0:
+            raise ValueError(f"`{name}` has {count} tasks for {one!r}, which is negative; {example}")
+    return counts
+
+
+def _check_ports(first: int, tasks_per_node: dict[str, int]) -> None:
+    if not isinstance(first, int):
+        raise TypeError(f"`port_base` must be a whole number, got {first!r}; write e.g. port_base=8888.")
+    last = first + max([1, *tasks_per_node.values()]) - 1
+    if not 0 < first <= last < 1 << 16:
+        raise ValueError(
+            f"port_base={first} gives the tasks of a node the ports {first} to {last}, but ports are the numbers from "
+            "1 to 65535; write e.g. port_base=8888."
+        )
 
 
 def _slurm(name: str) -> str:

@@ -40,6 +40,17 @@ def load_tf_config() -> dict[str, Any]:
     )
 
 
+def missing_cluster() -> str | None:
+    """What to say of a ``TF_CONFIG`` that has a task and no cluster, e.g. by a misspelt key; else ``None``."""
+    config = load_tf_config()
+    if "task" not in config or "cluster" in config:
+        return None
+    return (
+        f'TF_CONFIG has a "task" and no "cluster", only the keys {sorted(config)}, so this process trains alone; write '
+        f"e.g. {EXAMPLE}, or unset it."
+    )
+
+
 class TFConfigClusterResolver(ClusterResolver):
     """Reads ``TF_CONFIG`` at every access (``tf.distribute.cluster_resolver.TFConfigClusterResolver``).
 

@@ -169,3 +169,27 @@ def prefer_torch_backend_of_keras() -> None:
 def monitor() -> bool:
     """``TFSTYLE_MONITOR``: whether strategies count where the time of their steps goes."""
     return os.environ.get("TFSTYLE_MONITOR", "1") != "0"
+
+
+def refused() -> list[str]:
+    """What is said of the variables whose values are refused when they are used, all of them."""
+    found = []
+    for read in (
+        timeout, lambda: start_timeout(None), coordinator_grace, lambda: parameter_server_tcp(False), log_level,
+    ):  # fmt: skip
+        try:
+            read()
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def without_effect() -> list[str]:
+    """What is to be said of the variables whose values do not do what they may be meant to."""
+    found = []
+    for name in ("TFSTYLE_SHARED_MEMORY", "TFSTYLE_MONITOR", "TFSTYLE_PS_INSECURE"):
+        if (value := os.environ.get(name, "")) not in ("", "0", "1"):
+            found.append(f"{name}={value!r} is neither 0 nor 1 and has no effect")
+    if other := set(os.environ.get("TFSTYLE_DEBUG", "").split(",")) - {"collectives", ""}:
+        found.append(f"TFSTYLE_DEBUG has {sorted(other)}, and only 'collectives' has an effect")
+    return found

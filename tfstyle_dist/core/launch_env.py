@@ -50,9 +50,15 @@ def _int(name: str, default: int) -> int:
 
 
 def launch() -> Launch | None:
-    """The launcher's ranks, or ``None`` when the process was started by hand."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    """The launcher's ranks, or ``None`` when the process was started by hand: variables are not there, or all empty."""
+    texts = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    if None in texts.values() or not any(texts.values()):
         return None
+    if empty := [name for name, text in texts.items() if not text]:
+        raise ValueError(
+            f"Environment variable {empty[0]} is empty, but RANK and WORLD_SIZE say together which worker this is, and "
+            f"they are {texts}. Write the number in it, e.g. RANK=0 and WORLD_SIZE=2, or unset both."
+        )
     rank, world = _int("RANK", 0), _int("WORLD_SIZE", 1)
     if not 0 <= rank < world:
         raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: RANK counts from 0 to WORLD_SIZE - 1.")

@@ -10,11 +10,14 @@ from datetime import timedelta
 import torch
 
 from tfstyle_dist.cluster_resolver import ClusterResolver, TorchrunClusterResolver, roles
+from tfstyle_dist.cluster_resolver.tf_config import missing_cluster
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.comm.rendezvous.bootstrap import make_group
 from tfstyle_dist.core import env, launch_env, network
 from tfstyle_dist.doctor.finding import Finding, ok, problem, warning
 from tfstyle_dist.doctor.machine import package_version
+from tfstyle_dist.parameter_server.addresses import is_loopback
+from tfstyle_dist.parameter_server.protocol.key_pair import Keys
 from tfstyle_dist.strategies.multi_worker_mirrored import members_of, resolver_from_environment
 
 _CONNECT_SECONDS = 3.0
@@ -24,10 +27,13 @@ _NUMBERS = 1_000_000
 
 def settings() -> Iterator[Finding]:
     """The package's own environment variables."""
+    for text in (*env.refused(), *_refused_keys()):
+        yield problem("settings", text, "correct or unset the variable")
+    for text in env.without_effect():
+        yield warning("settings", text, "correct or unset the variable")
     try:
         limit, start = env.timeout(), env.start_timeout(env.timeout())
-    except ValueError as error:
-        yield problem("settings", str(error), "correct or unset the variable")
+    except ValueError:
         return
     for name, seconds in (("a wait", limit), ("the start of all workers", start)):
         if seconds is None:
@@ -35,6 +41,15 @@ def settings() -> Iterator[Finding]:
         elif seconds < timedelta(seconds=5):
             yield warning("settings", f"the limit for {name} is {seconds.total_seconds():g} s", "slow hosts need more")
     yield ok("settings", f"limit of a wait {_text(limit)}, of the start {_text(start)}")
+
+
+def _refused_keys() -> Iterator[str]:
+    path = env.parameter_server_keys()
+    if path is not None:
+        try:
+            Keys.load(path)
+        except (OSError, ValueError) as error:
+            yield f"TFSTYLE_PS_KEYS={path!r}: {error}"
 
 
 def _text(limit: timedelta | None) -> str:
@@ -46,6 +61,8 @@ def find_cluster() -> tuple[ClusterResolver | None, list[Finding]]:
     try:
         resolver = resolver_from_environment()
         spec = resolver.cluster_spec()
+        if not spec and (trouble := missing_cluster()):
+            return None, [problem("cluster", trouble, "correct TF_CONFIG: each task would be a job of one worker")]
         if not spec:
             return None, [ok("cluster", "neither TF_CONFIG nor a launcher: a job started here has one worker")]
         roles.check(spec, resolver.task_type, resolver.task_id)
@@ -65,19 +82,36 @@ def reachability(resolver: ClusterResolver) -> Iterator[Finding]:
         return
     spec = resolver.cluster_spec()
     own = (resolver.task_type, resolver.task_id)
-    first = next(iter(roles.tasks(spec, "chief", "worker")), None)
-    for task in roles.tasks(spec):
-        host, port = network.parse_address(task.address)
+    # The chief of parameter servers calls the others, and nobody calls it.
+    listeners = roles.tasks(spec, "ps", "worker") if "ps" in spec.jobs else roles.tasks(spec, "chief", "worker")[:1]
+    places = {task: network.parse_address(task.address) for task in roles.tasks(spec)}
+    elsewhere = [str(task) for task, (host, _) in places.items() if not is_loopback(host)]
+    if elsewhere and (loopback := [str(task) for task in listeners if is_loopback(places[task][0])]):
+        yield problem(
+            "peers",
+            f"{', '.join(loopback)}: every host takes this address for its own, but there is also {elsewhere[0]}",
+            "write the name or address that the other hosts know it by, the same on all tasks",
+        )
+    for task, (host, port) in places.items():
         if (task.type, task.index) == own:
-            listens = task == first or task.type == "ps"
-            if listens and (owner := network.port_owner(port)):
-                yield problem(
-                    "ports", f"{task}: port {port} is in use by {owner}", "end that process, or choose another port"
-                )
-            elif listens:
-                yield ok("ports", f"{task}: port {port} is free")
-            continue
-        yield _peer(str(task), host, port)
+            yield from _own_place(task, host, port, task in listeners)
+        else:
+            yield _peer(str(task), host, port)
+
+
+def _own_place(task: roles.Task, host: str, port: int, listens: bool) -> Iterator[Finding]:
+    owner = network.port_owner(port)
+    trouble = None if owner else network.trouble_with_own_address(host, port, _CONNECT_SECONDS)
+    if listens and owner:
+        yield problem("ports", f"{task}: port {port} is in use by {owner}", "end that process, or choose another port")
+    elif listens:
+        yield ok("ports", f"{task}: port {port} is free")
+    if trouble:
+        yield (problem if listens else warning)(
+            "ports",
+            f"this is {task}, but that is no address of this host: {trouble}",
+            "write this host's name or address, the same on all tasks, or correct the index of the task",
+        )
 
 
 def _peer(name: str, host: str, port: int) -> Finding:
@@ -101,7 +135,7 @@ def _torchrun() -> Iterator[Finding]:
         yield _peer("worker 0", *address)
     elif owner := network.port_owner(address[1]):
         yield problem("ports", f"MASTER_PORT={address[1]} is in use by {owner}", "choose another MASTER_PORT")
-    if address and launch and launch.local_world_size < launch.world_size and address[0] in ("localhost", "127.0.0.1"):
+    if address and launch and launch.local_world_size < launch.world_size and is_loopback(address[0]):
         yield problem(
             "peers",
             f"MASTER_ADDR={address[0]}, but the workers are on several hosts",

@@ -15,6 +15,7 @@ machine are refused.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -26,10 +27,17 @@ _RESTARTS = 3
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, got {number}")
-    return number
+    with contextlib.suppress(ValueError):
+        if (number := int(text)) >= 0:
+            return number
+    raise argparse.ArgumentTypeError(f"must be a whole number that is not negative, got {text!r}; write e.g. 2")
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) >= 0:  # not of nan
+            return seconds
+    raise argparse.ArgumentTypeError(f"must be a number of seconds that is not negative, got {text!r}; write e.g. 10")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,11 +56,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chief", action="store_true", help="a task 'chief' besides the workers")
     parser.add_argument("--evaluator", action="store_true", help="a task 'evaluator'")
     parser.add_argument(
-        "--grace", type=float, default=10.0, metavar="SECONDS", help="from SIGTERM to SIGKILL when stopping (10)"
+        "--grace", type=_seconds, default=10.0, metavar="SECONDS", help="from SIGTERM to SIGKILL when stopping (10)"
     )
     parser.add_argument(
         "--evaluator-grace",
-        type=float,
+        type=_seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long the evaluator may go on after the training has ended (60)",
@@ -90,7 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line; default: that of the process.
 
     Returns:
-        0, or the exit code of the first task that failed; 128 plus the number of a signal.
+        0, or the exit code of the first task that failed; 128 plus the number of a signal, SIGPIPE where nobody reads
+        the output any more.
     """
     options = parse(arguments)
     command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]

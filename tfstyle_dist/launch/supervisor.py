@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from tfstyle_dist.launch.restarts import Restarts
-from tfstyle_dist.launch.task import Task
+from tfstyle_dist.launch.task import Task, show
 
 _LOOK_SECONDS = 0.1
 # The others often fail by themselves, with a message worth reading, before they are stopped.
@@ -44,7 +44,7 @@ class Supervisor:
 
         Returns:
             0 (of an elastic job: if one of the workers came to the end), or the exit code of the first task that
-            failed, or 128 plus the signal that ended the launcher.
+            failed, or 128 plus the signal that ended the launcher, SIGPIPE where nobody reads its output any more.
         """
         previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
@@ -144,14 +144,17 @@ class Supervisor:
         how = f"was ended by signal {code - 128} ({_signal_name(code - 128)})" if code > 128 else f"exited with {code}"
         self._say(f"{first.name} (pid {first.pid}) failed first: it {how}; all tasks were stopped.")
         if trace := first.traceback():
-            print(f"[{first.name}] " + trace.replace("\n", f"\n[{first.name}] "), file=sys.stderr, flush=True)
+            _show_error(f"[{first.name}] " + trace.replace("\n", f"\n[{first.name}] "))
         return code
 
     def _interrupted(self) -> int:
         number = self._signals[0]
-        self._say(f"{_signal_name(number)}: stopping all tasks")
+        unread = number == signal.SIGPIPE
+        why = "nobody reads the output any more (it went into a pipe)" if unread else _signal_name(number)
+        self._say(f"{why}: stopping all tasks")
         self._signals.clear()
-        self._stop([task for task in self._tasks if task.code() is None], signal.Signals(number))
+        running = [task for task in self._tasks if task.code() is None]
+        self._stop(running, signal.SIGTERM if unread else signal.Signals(number))
         return 128 + number
 
     def _stop(self, tasks: Sequence[Task], number: signal.Signals) -> None:
@@ -181,11 +184,21 @@ class Supervisor:
             return
         for key, _ in self._selector.select(seconds):
             stream: Any = key.fileobj
-            if not key.data.forward(stream):
+            try:
+                more = key.data.forward(stream)
+            except BrokenPipeError:
+                more = True
+                self._signals.append(signal.SIGPIPE)
+            if not more:
                 self._selector.unregister(stream)
 
     def _say(self, text: str) -> None:
-        print(f"[launch] {text}", file=sys.stderr, flush=True)
+        _show_error(f"[launch] {text}")
+
+
+def _show_error(text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        show(text, sys.stderr)
 
 
 def _signal_name(number: int) -> str:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import IO, TextIO
 
 _KEPT_LINES = 400
 _PR_SET_PDEATHSIG = 1
@@ -21,6 +21,23 @@ _TRACEBACK = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before the lines of a traceback
 # What a task says of the failure of another one, by the last line of its traceback.
 _OTHERS_FAULT = re.compile(r"^(\w+\.)*(PeerLostError|DeadlineExceededError|UnavailableError|KeyboardInterrupt)\b")
+
+
+def show(text: str, stream: TextIO) -> None:
+    """Prints a line; of letters that the stream has not it shows the numbers.
+
+    Raises:
+        BrokenPipeError: nobody reads the stream any more, and nobody is told again: the rest of it goes nowhere.
+    """
+    try:
+        try:
+            print(text, file=stream, flush=True)
+        except UnicodeEncodeError:
+            print(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding), file=stream, flush=True)
+    except BrokenPipeError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+        raise
 
 
 def _die_with_parent() -> None:
@@ -112,6 +129,9 @@ class Task:
 
         Returns:
             Whether more may come.
+
+        Raises:
+            BrokenPipeError: nobody reads what is shown.
         """
         assert self._process is not None
         try:
@@ -129,7 +149,7 @@ class Task:
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             if is_error:
                 self._errors.append(_RANK.sub("", text))
-            print(f"[{self.name}] {text}", file=sys.stderr if is_error else sys.stdout, flush=True)
+            show(f"[{self.name}] {text}", sys.stderr if is_error else sys.stdout)
         return bool(data)
 
     def drain(self) -> None:
