@@ -44,6 +44,7 @@ REASONS = {
     "ops/test_threads.py": "counts the threads of a fresh process",
     "parameter_server": "servers and workers are no ranks: they come, die and come back beside one coordinator",
     "pretend_accelerator": "a compiler, and sessions of pytest whose process has a backend of its own",
+    "pretend_system/sitecustomize.py": "imports what it must not change",
     "started_together.py": "the commands of the engines, and programs whose process groups other libraries make",
     "test_examples.py": COMMANDS,
     "test_site.py": "MkDocs and a browser are commands",

@@ -20,6 +20,7 @@ LEFT_OUT = {
     "launch": "starts many processes",
     "model_parallel": "starts many processes",
     "pretend_accelerator": "compiles a device",
+    "pretend_system": "starts many processes",
     "random_programs": "many programs",
     "testing": "tests of tests",
     "xla": "needs torch_xla",

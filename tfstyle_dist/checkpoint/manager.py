@@ -157,8 +157,9 @@ class CheckpointManager:
             OSError, TypeError, ValueError, RuntimeError: as for ``Checkpoint.save``.
 
         Example:
-            >>> manager.save()  # on every worker
-            'job1/ckpt-1'
+            >>> manager = CheckpointManager(checkpoint, "job1", max_to_keep=3)
+            >>> manager.save(checkpoint_number=7)  # on every worker
+            'job1/ckpt-7'
         """
         step = None if self._interval is None else self._step()
         asked = step if check_interval else None

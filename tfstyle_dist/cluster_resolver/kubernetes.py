@@ -9,6 +9,7 @@ from typing import Any
 
 from tfstyle_dist.cluster_resolver.base import ClusterResolver
 from tfstyle_dist.cluster_resolver.cluster_spec import ClusterSpec
+from tfstyle_dist.core.logging import warn_once
 
 
 class KubernetesExecutableLocation(enum.Enum):
@@ -76,7 +77,7 @@ class KubernetesClusterResolver(ClusterResolver):
         """The pods as they are now.
 
         Raises:
-            RuntimeError: a selector has no pods, or a pod does not run yet, or no longer, or has no address yet.
+            RuntimeError: a pod does not run yet, or no longer, or has no address yet.
         """
         return ClusterSpec({job: self._pods(selectors) for job, selectors in self._labels.items()})
 
@@ -86,10 +87,11 @@ class KubernetesClusterResolver(ClusterResolver):
             found = self._client.list_pod_for_all_namespaces(label_selector=selector).items
             if found is None:
                 raise RuntimeError(f"Kubernetes gave no list of the pods of {selector!r}.")
-            if not found:
-                raise RuntimeError(
+            if not found:  # as in TensorFlow there are no tasks then
+                warn_once(
+                    f"no pods {selector}",
                     f"Kubernetes has no pods with the labels {selector!r}. Look at the labels of yours: kubectl get "
-                    "pods --all-namespaces --show-labels; if these are right, wait until the pods are made."
+                    "pods --all-namespaces --show-labels; if these are right, wait until the pods are made.",
                 )
             for pod in sorted(found, key=lambda pod: _by_numbers(pod.metadata.name or "")):
                 phase = None if pod.status is None else pod.status.phase
