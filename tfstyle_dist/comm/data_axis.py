@@ -102,6 +102,10 @@ class DataAxis(WorkerGroup):
 
     # ---- life -------------------------------------------------------------------------------------------------
 
+    @property
+    def alone(self) -> bool:
+        return self.world.size == 1
+
     def report_failure(self, reason: str) -> None:
         for group in (self.world, self.model, self.data):
             group.report_failure(reason)

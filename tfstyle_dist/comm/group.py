@@ -75,6 +75,11 @@ class WorkerGroup(abc.ABC):
         return
 
     @property
+    def alone(self) -> bool:
+        """Whether no other process has what this worker's replicas have, a part of the same replica included."""
+        return self.size == 1
+
+    @property
     def own_number(self) -> int:
         """What tells this worker from the others, also where ``rank`` is the same on all because each holds it all."""
         return self.rank

@@ -43,12 +43,54 @@ def device_mesh(group: WorkerGroup, device_type: str, name: str) -> Any:
 
 def divide(tensor: torch.Tensor, mesh: Any, axis: int | None) -> torch.Tensor:
     """A DTensor of the first worker's values, cut along ``axis``; ``None``: whole on every worker. Collective."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
-    placement = Replicate() if axis is None else Shard(axis)
+    placement = _placement(axis)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(distribute_tensor(tensor.detach(), mesh, [placement]), tensor.requires_grad)
     return distribute_tensor(tensor, mesh, [placement])
+
+
+def divide_computed(tensor: Any, mesh: Any, axis: int | None, group: WorkerGroup, source: int) -> torch.Tensor:
+    """One worker's values as ``divide`` lays them out; gradients go back through it. Collective.
+
+    Args:
+        tensor: what the step has computed, or a parameter that it uses.
+        mesh: the workers of ``group``.
+        axis: where to cut; ``None``: whole on every worker.
+        group: the workers that share a replica.
+        source: whose values count; of a DTensor all have the same ones.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not is_divided(tensor):
+        values = _ValuesOf.apply(tensor, group, source)  # type: ignore[no-untyped-call]
+        tensor = DTensor.from_local(values, mesh, [Replicate()], run_check=False)
+    return tensor.redistribute(placements=[_placement(axis)])  # type: ignore[no-any-return]
+
+
+class _ValuesOf(torch.autograd.Function):
+    """One worker's values on all of a group.
+
+    All of them go on to compute the same loss, so that to each comes the whole gradient, and each has its own copy, or
+    its part, of the layers before: nothing is to be summed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: WorkerGroup, source: int) -> torch.Tensor:
+        flat = tensor.detach().clone().reshape(-1)
+        group.broadcast(flat, source, "values of a logical device")
+        return flat.view(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad, None, None
+
+
+def _placement(axis: int | None) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return Replicate() if axis is None else Shard(axis)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,8 +166,46 @@ def divide_layers(module: torch.nn.Module, mesh: Any, plan: Mapping[str, str]) -
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
-    for name, layer in planned_layers(module, plan):
+    layers = planned_layers(module, plan)
+    ties = _ties(module, layers, plan)
+    for name, layer in layers:
         parallelize_module(layer, mesh, _style(name, layer, plan, mesh.size()))
+    for (first, name), *others in ties:  # each layer has got a parameter of its own
+        for owner, other in others:
+            owner.register_parameter(other, first.get_parameter(name))
+
+
+def _ties(
+    module: torch.nn.Module, layers: list[tuple[str, torch.nn.Module]], plan: Mapping[str, str]
+) -> list[list[tuple[torch.nn.Module, str]]]:
+    """The places of each parameter that several modules have and that is divided.
+
+    Raises:
+        ValueError: one of them would have it divided in another way, or whole.
+    """
+    axes = {
+        (layer, name): axis
+        for pattern, layer in layers
+        for name, axis in divided_axes(pattern, layer, plan[pattern]).items()
+    }
+    places: dict[int, list[tuple[str, torch.nn.Module, str]]] = {}
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((f"{prefix}.{name}" if prefix else name, owner, name))
+    tied = [some for some in places.values() if len(some) > 1 and any((o, n) in axes for _, o, n in some)]
+    for some in tied:
+        ways = [axes.get((owner, name)) for _, owner, name in some]
+        if len(set(ways)) > 1:
+            how = ", ".join(
+                f"{path} {'whole' if way is None else f'cut along dimension {way}'}"
+                for (path, _, _), way in zip(some, ways, strict=True)
+            )
+            raise ValueError(
+                f"One parameter is in several layers, which would have it in different ways: {how}. Name all of these "
+                "layers in the plan and divide them along the same dimension ('row' of an Embedding and 'column' or "
+                "'output' of a Linear), or none of them."
+            )
+    return [[(owner, name) for _, owner, name in some] for some in tied]
 
 
 def planned_layers(module: torch.nn.Module, plan: Mapping[str, str]) -> list[tuple[str, torch.nn.Module]]:

@@ -14,6 +14,7 @@ from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.core.untraced import untraced
+from tfstyle_dist.runtime.context import replica_of
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.running import RunOptions
 from tfstyle_dist.variables.adoption import adopt_module
@@ -85,7 +86,8 @@ class LogicalDevices(Strategy):
         parts are then smaller, or empty.
 
         Args:
-            tensor: any tensor, or a parameter: the result is then a parameter, to be registered in its place.
+            tensor: any tensor; gradients go back through what a step divides. Outside of a step of a parameter a new
+                parameter is made, to be registered in its place.
             partition_dimensions: into how many parts each dimension is cut; 1 leaves a dimension whole.
 
         Returns:
@@ -125,7 +127,7 @@ class LogicalDevices(Strategy):
         A parameter that takes part in one computation with divided ones must be divided or replicated itself.
 
         Args:
-            tensor: any tensor, or a parameter.
+            tensor: as for ``experimental_split_to_logical_devices``.
 
         Returns:
             As ``experimental_split_to_logical_devices``.
@@ -141,7 +143,7 @@ class LogicalDevices(Strategy):
         all of them.
 
         Args:
-            tensor: any tensor.
+            tensor: any tensor; gradients go back through it, to what each process has computed it from.
             logical_device_id: number of the device in its replica.
 
         Returns:
@@ -153,11 +155,9 @@ class LogicalDevices(Strategy):
         Source: ``tf.distribute.TPUStrategy.experimental_assign_to_logical_device``.
         """
         self.check_logical_device(logical_device_id)
-        group = self.worker.group
+        group, parts = self.worker.group, self.parameter_store.model_mesh
         if isinstance(group, DataAxis):
-            flat = tensor.detach().clone().reshape(-1)
-            group.model.broadcast(flat, logical_device_id, "assign to a logical device")
-            return self._divided(flat.view(tensor.shape), None)
+            return mesh.divide_computed(tensor, parts, None, group.model, logical_device_id)
         return tensor
 
     def check_logical_device(self, logical_device_id: int) -> None:
@@ -184,7 +184,10 @@ class LogicalDevices(Strategy):
             )
 
     def _divided(self, tensor: torch.Tensor, axis: int | None) -> torch.Tensor:
-        return mesh.divide(tensor, self.parameter_store.model_mesh, axis)
+        group, parts = self.worker.group, self.parameter_store.model_mesh
+        if isinstance(group, DataAxis) and not (tensor.is_leaf and replica_of(self) is None):
+            return mesh.divide_computed(tensor, parts, axis, group.model, 0)
+        return mesh.divide(tensor, parts, axis)
 
     # ---- layers -----------------------------------------------------------------------------------------------
 
@@ -224,7 +227,6 @@ class LogicalDevices(Strategy):
                         group.world.broadcast(flat, 0, "initial values")
                         tensor.copy_(flat.view(tensor.shape))
             mesh.divide_layers(module, self.parameter_store.model_mesh, plan)
-            if self.num_replicas_in_sync > 1:
-                adopt_module(self.parameter_store, module)
-                self.parameter_store.ensure_equal()
+            adopt_module(self.parameter_store, module)
+            self.parameter_store.ensure_equal()
         return module
