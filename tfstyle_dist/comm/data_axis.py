@@ -103,8 +103,8 @@ class DataAxis(WorkerGroup):
     # ---- life -------------------------------------------------------------------------------------------------
 
     @property
-    def alone(self) -> bool:
-        return self.world.size == 1
+    def everyone(self) -> WorkerGroup:
+        return self.world
 
     def report_failure(self, reason: str) -> None:
         for group in (self.world, self.model, self.data):

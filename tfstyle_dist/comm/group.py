@@ -75,9 +75,14 @@ class WorkerGroup(abc.ABC):
         return
 
     @property
+    def everyone(self) -> WorkerGroup:
+        """All processes: more than this group's workers where several hold the parts of one replica."""
+        return self
+
+    @property
     def alone(self) -> bool:
-        """Whether no other process has what this worker's replicas have, a part of the same replica included."""
-        return self.size == 1
+        """Whether there is no other process, not even one that holds another part of the same replica."""
+        return self.everyone.size == 1
 
     @property
     def own_number(self) -> int:

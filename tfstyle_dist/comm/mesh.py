@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -153,82 +152,6 @@ def divided_like(value: torch.Tensor, like: Any) -> torch.Tensor:
         return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def divide_layers(module: torch.nn.Module, mesh: Any, plan: Mapping[str, str]) -> None:
-    """Divides layers in place with torch's tensor parallelism.
-
-    Args:
-        module: the model.
-        mesh: the workers that share it.
-        plan: the name of a layer, with ``*`` for any part of a name, and ``"column"``, ``"row"`` or ``"output"``.
-
-    Raises:
-        ValueError: no layer has such a name, it is no ``Linear`` or ``Embedding``, or another division is named.
-    """
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    layers = planned_layers(module, plan)
-    ties = _ties(module, layers, plan)
-    for name, layer in layers:
-        parallelize_module(layer, mesh, _style(name, layer, plan, mesh.size()))
-    for (first, name), *others in ties:  # each layer has got a parameter of its own
-        for owner, other in others:
-            owner.register_parameter(other, first.get_parameter(name))
-
-
-def _ties(
-    module: torch.nn.Module, layers: list[tuple[str, torch.nn.Module]], plan: Mapping[str, str]
-) -> list[list[tuple[torch.nn.Module, str]]]:
-    """The places of each parameter that several modules have and that is divided.
-
-    Raises:
-        ValueError: one of them would have it divided in another way, or whole.
-    """
-    axes = {
-        (layer, name): axis
-        for pattern, layer in layers
-        for name, axis in divided_axes(pattern, layer, plan[pattern]).items()
-    }
-    places: dict[int, list[tuple[str, torch.nn.Module, str]]] = {}
-    for prefix, owner in module.named_modules():
-        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), []).append((f"{prefix}.{name}" if prefix else name, owner, name))
-    tied = [some for some in places.values() if len(some) > 1 and any((o, n) in axes for _, o, n in some)]
-    for some in tied:
-        ways = [axes.get((owner, name)) for _, owner, name in some]
-        if len(set(ways)) > 1:
-            how = ", ".join(
-                f"{path} {'whole' if way is None else f'cut along dimension {way}'}"
-                for (path, _, _), way in zip(some, ways, strict=True)
-            )
-            raise ValueError(
-                f"One parameter is in several layers, which would have it in different ways: {how}. Name all of these "
-                "layers in the plan and divide them along the same dimension ('row' of an Embedding and 'column' or "
-                "'output' of a Linear), or none of them."
-            )
-    return [[(owner, name) for _, owner, name in some] for some in tied]
-
-
-def planned_layers(module: torch.nn.Module, plan: Mapping[str, str]) -> list[tuple[str, torch.nn.Module]]:
-    """The entry of the plan for each layer that it names, with the layer.
-
-    Raises:
-        ValueError: an entry that fits no layer.
-    """
-    from fnmatch import fnmatchcase
-
-    layers = []
-    for pattern in plan:
-        found = [(pattern, layer) for name, layer in module.named_modules() if fnmatchcase(name, pattern)]
-        if not found:
-            names = [name for name, layer in module.named_modules() if isinstance(layer, _LAYERS)]
-            raise ValueError(f"The plan names {pattern!r}, but the module's layers are {names}.")
-        layers += found
-    return layers
-
-
-_LAYERS = (torch.nn.Linear, torch.nn.Embedding)
-
-
 def averages_uneven_parts(mesh: Any) -> bool:
     """Whether torch's mean of a DTensor weighs parts by their size; torch 2.9's does not. Collective over the mesh."""
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -236,36 +159,3 @@ def averages_uneven_parts(mesh: Any) -> bool:
     numbers = torch.arange(mesh.size() + 1.0, device=mesh.device_type)
     divided = distribute_tensor(numbers, mesh, [Shard(0)])
     return bool(whole(divided.mean()) == numbers.mean())
-
-
-def divided_axes(pattern: str, layer: torch.nn.Module, division: str) -> dict[str, int]:
-    """Which dimension of each parameter of a layer is cut; parameters that stay whole are left out.
-
-    Raises:
-        ValueError: a layer that cannot be divided, or an unknown division.
-    """
-    if not isinstance(layer, _LAYERS):
-        raise ValueError(
-            f"The plan names {pattern!r}, which is a {type(layer).__name__}; torch.nn.Linear and torch.nn.Embedding "
-            "can be divided. For other layers divide the parameters with tensor_split."
-        )
-    if division not in ("column", "row", "output"):
-        raise ValueError(f"The plan divides {pattern!r} by {division!r}; write 'column', 'row' or 'output'.")
-    if isinstance(layer, torch.nn.Embedding):
-        return {"weight": 0 if division == "row" else 1}
-    return {"weight": 1} if division == "row" else {"weight": 0, "bias": 0}
-
-
-def _style(pattern: str, layer: torch.nn.Module, plan: Mapping[str, str], parts: int) -> Any:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    division = plan[pattern]
-    axis = divided_axes(pattern, layer, division)["weight"]
-    if division == "output":
-        return ColwiseParallel(output_layouts=Replicate())
-    if division == "column":
-        # A part of another size than the next layer would infer has to say so itself.
-        return ColwiseParallel(use_local_output=layer.get_parameter("weight").shape[axis] % parts == 0)
-    embeds = isinstance(layer, torch.nn.Embedding)
-    return RowwiseParallel(input_layouts=Replicate()) if embeds else RowwiseParallel()

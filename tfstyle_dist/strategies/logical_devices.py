@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.comm.data_axis import DataAxis
+from tfstyle_dist.comm.divided_layers import divide_layers
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.logging import warn_once
@@ -24,8 +26,16 @@ def with_model_axis(group: WorkerGroup, parts: int, num_local_replicas: int) -> 
     """The workers as replicas of ``parts`` workers each.
 
     Raises:
-        ValueError: several replicas in a process, or a number of workers that ``parts`` does not divide.
+        TypeError: ``parts`` is no whole number.
+        ValueError: it is less than 1, there are several replicas in a process, or it does not divide the number of
+            workers.
     """
+    check_whole_number("logical_devices_per_replica", parts)
+    if parts < 1:
+        raise ValueError(
+            f"logical_devices_per_replica={parts}: a replica is on one device or more. Write 1, or leave it out, for a "
+            "model in one piece, and e.g. 2 for one in two parts."
+        )
     if parts == 1:
         return group
     if num_local_replicas > 1:
@@ -34,6 +44,12 @@ def with_model_axis(group: WorkerGroup, parts: int, num_local_replicas: int) -> 
             f"{num_local_replicas} replicas. Start the program with torchrun and leave devices out."
         )
     return DataAxis(group, parts)
+
+
+def check_whole_number(name: str, value: Any) -> None:
+    """Raises TypeError for what is no whole number; ``name`` is that of the argument."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__}); write e.g. 2.")
 
 
 class LogicalDevices(Strategy):
@@ -94,6 +110,7 @@ class LogicalDevices(Strategy):
             A ``torch.distributed.tensor.DTensor``; on XLA devices the tensor itself, laid out over the devices.
 
         Raises:
+            TypeError: ``partition_dimensions`` is no list of whole numbers.
             ValueError: not one number for each dimension, or their product is not the number of logical devices.
             NotImplementedError: two dimensions are cut (XLA devices can).
 
@@ -150,6 +167,7 @@ class LogicalDevices(Strategy):
             As ``experimental_replicate_to_logical_devices``.
 
         Raises:
+            TypeError: ``logical_device_id`` is no whole number.
             ValueError: there is no such device.
 
         Source: ``tf.distribute.TPUStrategy.experimental_assign_to_logical_device``.
@@ -161,7 +179,8 @@ class LogicalDevices(Strategy):
         return tensor
 
     def check_logical_device(self, logical_device_id: int) -> None:
-        """Raises ValueError when a replica has no such device."""
+        """Raises TypeError for what is no whole number, ValueError when a replica has no such device."""
+        check_whole_number("logical_device_id", logical_device_id)
         count = self.num_logical_devices_per_replica
         if not 0 <= logical_device_id < count:
             raise ValueError(
@@ -170,7 +189,14 @@ class LogicalDevices(Strategy):
             )
 
     def check_partition(self, tensor: torch.Tensor, partition_dimensions: Sequence[int]) -> None:
-        """Raises ValueError when a tensor cannot be cut so."""
+        """Raises TypeError for what are no whole numbers, ValueError when a tensor cannot be cut so."""
+        if not isinstance(partition_dimensions, Sequence):
+            raise TypeError(
+                f"partition_dimensions must be a list of whole numbers, one for each dimension, got "
+                f"{partition_dimensions!r}; write e.g. [2, 1]."
+            )
+        for parts in partition_dimensions:
+            check_whole_number("an entry of partition_dimensions", parts)
         count, product = self.num_logical_devices_per_replica, math.prod(partition_dimensions)
         if len(partition_dimensions) != tensor.dim():
             raise ValueError(
@@ -211,7 +237,8 @@ class LogicalDevices(Strategy):
             The same module.
 
         Raises:
-            ValueError: a name that fits no layer, or a layer that cannot be divided.
+            ValueError: a name that fits no layer, a layer that cannot be divided, is named twice or is divided already,
+                or weights that layers have in common and that would be divided in different ways.
 
         Example:
             >>> strategy.experimental_partition(model, {"*.up": "column", "*.down": "row", "embedding": "row"})
@@ -219,14 +246,9 @@ class LogicalDevices(Strategy):
         self.require_cross_replica_context("experimental_partition", "it outside strategy.run")
         group = self.worker.group
         if isinstance(group, DataAxis):
-            tensors = [*module.parameters(), *module.buffers()]
-            with torch.no_grad():
-                for tensor in tensors:
-                    if not mesh.is_divided(tensor):
-                        flat = tensor.detach().clone().reshape(-1)
-                        group.world.broadcast(flat, 0, "initial values")
-                        tensor.copy_(flat.view(tensor.shape))
-            mesh.divide_layers(module, self.parameter_store.model_mesh, plan)
+            adopt_module(self.parameter_store, module)  # all begin with the first one's values
+            self.parameter_store.ensure_equal()
+            divide_layers(module, self.parameter_store.model_mesh, plan)
             adopt_module(self.parameter_store, module)
             self.parameter_store.ensure_equal()
         return module

@@ -55,7 +55,7 @@ def buffer_record(store: ParameterStore, buffer: torch.Tensor, module: torch.nn.
         TypeError: several workers cannot be given such a buffer.
     """
     dense = sparse_parts.is_plain(buffer)
-    several = store.worker.group.size > 1 or store.make_equal is not None
+    several = not store.worker.group.alone or store.make_equal is not None
     if several and not dense and not sparse_parts.is_sparse(buffer):
         raise TypeError(
             f"A buffer of layout {buffer.layout}{' that is nested' * buffer.is_nested} and type {buffer.dtype} cannot "
