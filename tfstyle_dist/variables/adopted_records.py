@@ -31,6 +31,8 @@ def parameter_record(store: ParameterStore, parameter: torch.nn.Parameter) -> Re
     elif store.contents is None:
         # The store must not keep the user's parameter alive: with one replica the record refers to it weakly.
         record.components = WeakComponents(record)
+        if store.model_mesh is not None and parameter.requires_grad:
+            parameter.register_hook(mesh.whole)  # of one that meets divided ones the gradient is divided, too
     return record
 
 
