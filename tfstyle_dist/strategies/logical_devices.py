@@ -89,8 +89,16 @@ class LogicalDevices(Strategy):
         """See ``Strategy.run``; divided results come back whole, and plain tensors may meet divided ones."""
         if self.parameter_store.model_mesh is None:
             return super().run(fn, args, kwargs, options)
-        with mesh.plain_is_whole():
-            result = super().run(fn, args, kwargs, options)
+        try:
+            with mesh.plain_is_whole():
+                result = super().run(fn, args, kwargs, options)
+        except RuntimeError as error:
+            if "local_tensor argument only accepts torch.Tensor" in str(error):  # torch's from_local, in a backward
+                error.add_note(
+                    "[tfstyle_dist] A plain value met one that is divided, as where a loss adds a penalty on divided "
+                    "parameters. Put the divided one together before: model_parallel.whole(p.square().sum())."
+                )
+            raise
         return nest.map_structure(lambda leaf: mesh.whole(leaf.detach()) if mesh.is_divided(leaf) else leaf, result)
 
     # ---- tensors ----------------------------------------------------------------------------------------------

@@ -47,7 +47,9 @@ def reduced(
             return [(g, v) for g, v in zip(sums, variables, strict=True) if g is not None]
         # Between replicas only the same parts of a divided variable are summed.
         given_variables, variables = variables, [LocalPart(v) if mesh.is_divided(v) else v for v in variables]
-        sums = [v.part_like(g) if isinstance(v, LocalPart) and g is not None else g for g, v in zip(sums, variables)]
+        for place, variable in enumerate(variables):
+            if isinstance(variable, LocalPart) and sums[place] is not None:
+                sums[place] = variable.part_like(sums[place])
         described = [(tuple(v.shape), str(v.dtype)) for v in variables]
         group.agree(f"{caller} of {described}, method {method!r}", "apply_gradients")
         places: dict[tuple[torch.dtype, torch.device], list[int]] = {}

@@ -86,7 +86,7 @@ class ParameterStore:
 
     @property
     def adopts(self) -> bool:
-        """Whether modules are taken over: a single replica in one process that computes with its own values needs none."""
+        """Whether modules are taken over: one replica in one process, which has its own values, needs nothing."""
         return self.worker.num_replicas > 1 or not self.worker.group.alone or self.contents is not None
 
     def device(self, replica: int, like: torch.device) -> torch.device:
