@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,9 @@ def check_whole_number(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__}); write e.g. 2.")
 
 
+_numbers = itertools.count()
+
+
 class LogicalDevices(Strategy):
     """Part of the mirrored strategies: replicas on several logical devices, ``logical_devices_per_replica``."""
 
@@ -60,7 +64,8 @@ class LogicalDevices(Strategy):
         group = self.worker.group
         if isinstance(group, DataAxis):
             device = self.worker.torch_device(0)
-            self.parameter_store.model_mesh = mesh.device_mesh(group.model, device.type, "model")
+            # torch keeps results by equal meshes, also those of a group that was closed: each has a name of its own.
+            self.parameter_store.model_mesh = mesh.device_mesh(group.model, device.type, f"model{next(_numbers)}")
 
     @property
     def num_logical_devices_per_replica(self) -> int:
