@@ -147,7 +147,7 @@ class _Alone:
     """Stands for a worker whose order is not sent to others."""
 
     class group:
-        rank, size = 0, 1
+        rank, size, alone = 0, 1, True
 
 
 @pytest.mark.parametrize("own_sampler", [False, True])

@@ -220,6 +220,51 @@ def test_what_cannot_be_divided(rank: int) -> None:
             strategy.experimental_partition(model, {"1": "column"})
         with pytest.raises(ValueError, match="write 'column', 'row' or 'output'"):
             strategy.experimental_partition(model, {"0": "diagonal"})
+        with pytest.raises(ValueError, match=r"names a Linear twice, by '0' and by '0\*'"):
+            strategy.experimental_partition(model, {"0": "column", "0*": "column"})
+        strategy.experimental_partition(model, {"0": "column"})
+        with pytest.raises(ValueError, match="divided already"):
+            strategy.experimental_partition(model, {"0": "row"})
+        with pytest.raises(ValueError, match=r"max_norm=0\.5"):
+            strategy.experimental_partition(nn.Sequential(nn.Embedding(4, 2, max_norm=0.5)), {"0": "row"})
+        for number in ("0", 1.0, True, None):
+            with pytest.raises(TypeError, match=r"logical_device_id must be a whole number, got"):
+                strategy.experimental_assign_to_logical_device(matrix, number)
+        for dimensions in (2, [2.0, 1]):
+            with pytest.raises(TypeError, match="partition_dimensions must be a"):
+                strategy.experimental_split_to_logical_devices(matrix, dimensions)
+
+
+@pytest.mark.parametrize("number", ["2", 2.0, None, True])
+def test_the_number_of_logical_devices_is_a_whole_number(number: Any) -> None:
+    with pytest.raises(TypeError, match="logical_devices_per_replica must be a whole number, got"):
+        tfd.MirroredStrategy(["cpu:0"], logical_devices_per_replica=number)
+    with pytest.raises(ValueError, match="logical_devices_per_replica=0: a replica is on one device or more"):
+        tfd.MirroredStrategy(["cpu:0"], logical_devices_per_replica=0)
+
+
+class Counting(nn.Linear):
+    """A layer with an extra state."""
+
+    seen: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+@pytest.mark.parametrize("seen", [{"batches": 3}, torch.ones(2)], ids=["dict", "tensor"])
+def test_a_full_state_has_what_the_module_has(seen: Any) -> None:
+    module, other = Counting(2, 2), Counting(2, 2)
+    module.seen = seen
+    state = full_state_dict(module)
+    load_full_state_dict(other, state)
+    close(other.seen, seen)
+    close(other.weight, module.weight)
+    with pytest.raises(tfd.errors.NotFoundError, match=r"has no \['bias'\], and the module no \['more'\]"):
+        load_full_state_dict(module, {"more": 1, **{name: state[name] for name in state if name != "bias"}})
 
 
 def test_one_process_has_one_logical_device() -> None:

@@ -102,6 +102,10 @@ class DataAxis(WorkerGroup):
 
     # ---- life -------------------------------------------------------------------------------------------------
 
+    @property
+    def everyone(self) -> WorkerGroup:
+        return self.world
+
     def report_failure(self, reason: str) -> None:
         for group in (self.world, self.model, self.data):
             group.report_failure(reason)

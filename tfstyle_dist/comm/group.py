@@ -75,6 +75,16 @@ class WorkerGroup(abc.ABC):
         return
 
     @property
+    def everyone(self) -> WorkerGroup:
+        """All processes: more than this group's workers where several hold the parts of one replica."""
+        return self
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other process, not even one that holds another part of the same replica."""
+        return self.everyone.size == 1
+
+    @property
     def own_number(self) -> int:
         """What tells this worker from the others, also where ``rank`` is the same on all because each holds it all."""
         return self.rank

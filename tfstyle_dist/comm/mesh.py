@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,12 +42,54 @@ def device_mesh(group: WorkerGroup, device_type: str, name: str) -> Any:
 
 def divide(tensor: torch.Tensor, mesh: Any, axis: int | None) -> torch.Tensor:
     """A DTensor of the first worker's values, cut along ``axis``; ``None``: whole on every worker. Collective."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
-    placement = Replicate() if axis is None else Shard(axis)
+    placement = _placement(axis)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(distribute_tensor(tensor.detach(), mesh, [placement]), tensor.requires_grad)
     return distribute_tensor(tensor, mesh, [placement])
+
+
+def divide_computed(tensor: Any, mesh: Any, axis: int | None, group: WorkerGroup, source: int) -> torch.Tensor:
+    """One worker's values as ``divide`` lays them out; gradients go back through it. Collective.
+
+    Args:
+        tensor: what the step has computed, or a parameter that it uses.
+        mesh: the workers of ``group``.
+        axis: where to cut; ``None``: whole on every worker.
+        group: the workers that share a replica.
+        source: whose values count; of a DTensor all have the same ones.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not is_divided(tensor):
+        values = _ValuesOf.apply(tensor, group, source)  # type: ignore[no-untyped-call]
+        tensor = DTensor.from_local(values, mesh, [Replicate()], run_check=False)
+    return tensor.redistribute(placements=[_placement(axis)])  # type: ignore[no-any-return]
+
+
+class _ValuesOf(torch.autograd.Function):
+    """One worker's values on all of a group.
+
+    All of them go on to compute the same loss, so that to each comes the whole gradient, and each has its own copy, or
+    its part, of the layers before: nothing is to be summed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: WorkerGroup, source: int) -> torch.Tensor:
+        flat = tensor.detach().clone().reshape(-1)
+        group.broadcast(flat, source, "values of a logical device")
+        return flat.view(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad, None, None
+
+
+def _placement(axis: int | None) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return Replicate() if axis is None else Shard(axis)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,44 +152,6 @@ def divided_like(value: torch.Tensor, like: Any) -> torch.Tensor:
         return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def divide_layers(module: torch.nn.Module, mesh: Any, plan: Mapping[str, str]) -> None:
-    """Divides layers in place with torch's tensor parallelism.
-
-    Args:
-        module: the model.
-        mesh: the workers that share it.
-        plan: the name of a layer, with ``*`` for any part of a name, and ``"column"``, ``"row"`` or ``"output"``.
-
-    Raises:
-        ValueError: no layer has such a name, it is no ``Linear`` or ``Embedding``, or another division is named.
-    """
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    for name, layer in planned_layers(module, plan):
-        parallelize_module(layer, mesh, _style(name, layer, plan, mesh.size()))
-
-
-def planned_layers(module: torch.nn.Module, plan: Mapping[str, str]) -> list[tuple[str, torch.nn.Module]]:
-    """The entry of the plan for each layer that it names, with the layer.
-
-    Raises:
-        ValueError: an entry that fits no layer.
-    """
-    from fnmatch import fnmatchcase
-
-    layers = []
-    for pattern in plan:
-        found = [(pattern, layer) for name, layer in module.named_modules() if fnmatchcase(name, pattern)]
-        if not found:
-            names = [name for name, layer in module.named_modules() if isinstance(layer, _LAYERS)]
-            raise ValueError(f"The plan names {pattern!r}, but the module's layers are {names}.")
-        layers += found
-    return layers
-
-
-_LAYERS = (torch.nn.Linear, torch.nn.Embedding)
-
-
 def averages_uneven_parts(mesh: Any) -> bool:
     """Whether torch's mean of a DTensor weighs parts by their size; torch 2.9's does not. Collective over the mesh."""
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -156,36 +159,3 @@ def averages_uneven_parts(mesh: Any) -> bool:
     numbers = torch.arange(mesh.size() + 1.0, device=mesh.device_type)
     divided = distribute_tensor(numbers, mesh, [Shard(0)])
     return bool(whole(divided.mean()) == numbers.mean())
-
-
-def divided_axes(pattern: str, layer: torch.nn.Module, division: str) -> dict[str, int]:
-    """Which dimension of each parameter of a layer is cut; parameters that stay whole are left out.
-
-    Raises:
-        ValueError: a layer that cannot be divided, or an unknown division.
-    """
-    if not isinstance(layer, _LAYERS):
-        raise ValueError(
-            f"The plan names {pattern!r}, which is a {type(layer).__name__}; torch.nn.Linear and torch.nn.Embedding "
-            "can be divided. For other layers divide the parameters with tensor_split."
-        )
-    if division not in ("column", "row", "output"):
-        raise ValueError(f"The plan divides {pattern!r} by {division!r}; write 'column', 'row' or 'output'.")
-    if isinstance(layer, torch.nn.Embedding):
-        return {"weight": 0 if division == "row" else 1}
-    return {"weight": 1} if division == "row" else {"weight": 0, "bias": 0}
-
-
-def _style(pattern: str, layer: torch.nn.Module, plan: Mapping[str, str], parts: int) -> Any:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    division = plan[pattern]
-    axis = divided_axes(pattern, layer, division)["weight"]
-    if division == "output":
-        return ColwiseParallel(output_layouts=Replicate())
-    if division == "column":
-        # A part of another size than the next layer would infer has to say so itself.
-        return ColwiseParallel(use_local_output=layer.get_parameter("weight").shape[axis] % parts == 0)
-    embeds = isinstance(layer, torch.nn.Embedding)
-    return RowwiseParallel(input_layouts=Replicate()) if embeds else RowwiseParallel()

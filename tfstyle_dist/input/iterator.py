@@ -262,7 +262,7 @@ class DistributedIterator:
 
     def _fail(self, error: Exception) -> None:
         workers = self._worker.group
-        if workers.size == 1:
+        if workers.alone:
             return
         if error is not workers.errored():
             workers.report_failure(f"input: {type(error).__name__}: {error}")

@@ -104,7 +104,7 @@ class SampledOrder(EpochOrder):
         """
         group = self._worker.group
         drawn = self._draw(epoch) if group.rank == 0 else []
-        if group.size == 1:
+        if group.alone:
             return drawn
         numbers = [self._number(index) for index in drawn]
         count = torch.tensor([len(numbers)], device="cpu")

@@ -137,7 +137,7 @@ def agreed_seed(request: Request, own: int | None) -> int:
     seed = request.seed if request.seed is not None else own
     if seed is None:
         seed = request.worker.draw_seed()
-    if request.layout.workers == 1:
+    if request.layout.workers == 1 and request.worker.group.alone:
         return seed
     return int(request.worker.group.gather_objects(seed, "input: seed")[0])
 

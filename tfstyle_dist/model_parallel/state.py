@@ -40,20 +40,23 @@ def load_full_state_dict(target: torch.nn.Module | torch.optim.Optimizer, state:
         state: the same on all workers.
 
     Raises:
-        NotFoundError: a tensor of the module is not in ``state``.
+        NotFoundError: a tensor of the module is not in ``state``, or the module has none of a name that is there.
         ValueError: a tensor of another shape.
     """
     if isinstance(target, torch.optim.Optimizer):
         _load_optimizer(target, state)
         return
     own = target.state_dict(keep_vars=True)
-    missing = [name for name in own if name not in state]
-    if missing:
+    missing, extra = [name for name in own if name not in state], [name for name in state if name not in own]
+    if missing or extra:
         raise NotFoundError(
-            f"The state has no {missing}; it holds {sorted(state)}. Give the full_state_dict of a module that has the "
-            "same names."
+            f"The state has no {missing}, and the module no {extra}. Give the full_state_dict of a module that has the "
+            "same names, or leave out of it what the module does not have."
         )
-    for name, tensor in own.items():
+    tensors = [*target.named_parameters(remove_duplicate=False), *target.named_buffers(remove_duplicate=False)]
+    held = {name: own.pop(name) for name, _ in tensors if name in own}
+    target.load_state_dict({name: state[name] for name in own}, strict=False)  # of get_extra_state
+    for name, tensor in held.items():
         if tuple(tensor.shape) != tuple(state[name].shape):
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, in the state it is {tuple(state[name].shape)}; build the "

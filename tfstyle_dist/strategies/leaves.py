@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from tfstyle_dist.comm import mesh
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.rows import dense_rows
@@ -23,7 +24,8 @@ def as_reducible(leaf: Any, what: str) -> torch.Tensor:
 
     Raises:
         ValueError: the leaf is no tensor.
-        InvalidArgumentError: its layout is neither dense nor sparse COO, or rows do not say of how many they are.
+        InvalidArgumentError: its layout is neither dense nor sparse COO, it is divided over devices, or rows do not say
+            of how many they are.
     """
     if isinstance(leaf, Replicated):
         return leaf._tfstyle_value()
@@ -31,6 +33,11 @@ def as_reducible(leaf: Any, what: str) -> torch.Tensor:
         return torch.as_tensor(leaf)
     if isinstance(leaf, IndexedSlices):
         return dense_rows(leaf, what)
+    if mesh.is_divided(leaf):
+        raise InvalidArgumentError(
+            f"{what}: a tensor of shape {tuple(leaf.shape)} that is divided over several devices cannot be combined "
+            "over replicas. Write model_parallel.whole(tensor), on all processes of the replica, for its full values."
+        )
     if isinstance(leaf, torch.Tensor):
         if leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo):
             raise InvalidArgumentError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +12,12 @@ import torch
 
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.comm.data_axis import DataAxis
+from tfstyle_dist.comm.divided_layers import divide_layers
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.core.untraced import untraced
+from tfstyle_dist.runtime.context import replica_of
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.running import RunOptions
 from tfstyle_dist.variables.adoption import adopt_module
@@ -23,8 +27,16 @@ def with_model_axis(group: WorkerGroup, parts: int, num_local_replicas: int) -> 
     """The workers as replicas of ``parts`` workers each.
 
     Raises:
-        ValueError: several replicas in a process, or a number of workers that ``parts`` does not divide.
+        TypeError: ``parts`` is no whole number.
+        ValueError: it is less than 1, there are several replicas in a process, or it does not divide the number of
+            workers.
     """
+    check_whole_number("logical_devices_per_replica", parts)
+    if parts < 1:
+        raise ValueError(
+            f"logical_devices_per_replica={parts}: a replica is on one device or more. Write 1, or leave it out, for a "
+            "model in one piece, and e.g. 2 for one in two parts."
+        )
     if parts == 1:
         return group
     if num_local_replicas > 1:
@@ -35,6 +47,15 @@ def with_model_axis(group: WorkerGroup, parts: int, num_local_replicas: int) -> 
     return DataAxis(group, parts)
 
 
+def check_whole_number(name: str, value: Any) -> None:
+    """Raises TypeError for what is no whole number; ``name`` is that of the argument."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__}); write e.g. 2.")
+
+
+_numbers = itertools.count()
+
+
 class LogicalDevices(Strategy):
     """Part of the mirrored strategies: replicas on several logical devices, ``logical_devices_per_replica``."""
 
@@ -43,7 +64,8 @@ class LogicalDevices(Strategy):
         group = self.worker.group
         if isinstance(group, DataAxis):
             device = self.worker.torch_device(0)
-            self.parameter_store.model_mesh = mesh.device_mesh(group.model, device.type, "model")
+            # torch keeps results by equal meshes, also those of a group that was closed: each has a name of its own.
+            self.parameter_store.model_mesh = mesh.device_mesh(group.model, device.type, f"model{next(_numbers)}")
 
     @property
     def num_logical_devices_per_replica(self) -> int:
@@ -72,8 +94,16 @@ class LogicalDevices(Strategy):
         """See ``Strategy.run``; divided results come back whole, and plain tensors may meet divided ones."""
         if self.parameter_store.model_mesh is None:
             return super().run(fn, args, kwargs, options)
-        with mesh.plain_is_whole():
-            result = super().run(fn, args, kwargs, options)
+        try:
+            with mesh.plain_is_whole():
+                result = super().run(fn, args, kwargs, options)
+        except RuntimeError as error:
+            if "local_tensor argument only accepts torch.Tensor" in str(error):  # torch's from_local, in a backward
+                error.add_note(
+                    "[tfstyle_dist] A plain value met one that is divided, as where a loss adds a penalty on divided "
+                    "parameters. Put the divided one together before: model_parallel.whole(p.square().sum())."
+                )
+            raise
         return nest.map_structure(lambda leaf: mesh.whole(leaf.detach()) if mesh.is_divided(leaf) else leaf, result)
 
     # ---- tensors ----------------------------------------------------------------------------------------------
@@ -85,13 +115,15 @@ class LogicalDevices(Strategy):
         parts are then smaller, or empty.
 
         Args:
-            tensor: any tensor, or a parameter: the result is then a parameter, to be registered in its place.
+            tensor: any tensor; gradients go back through what a step divides. Outside of a step of a parameter a new
+                parameter is made, to be registered in its place.
             partition_dimensions: into how many parts each dimension is cut; 1 leaves a dimension whole.
 
         Returns:
             A ``torch.distributed.tensor.DTensor``; on XLA devices the tensor itself, laid out over the devices.
 
         Raises:
+            TypeError: ``partition_dimensions`` is no list of whole numbers.
             ValueError: not one number for each dimension, or their product is not the number of logical devices.
             NotImplementedError: two dimensions are cut (XLA devices can).
 
@@ -125,7 +157,7 @@ class LogicalDevices(Strategy):
         A parameter that takes part in one computation with divided ones must be divided or replicated itself.
 
         Args:
-            tensor: any tensor, or a parameter.
+            tensor: as for ``experimental_split_to_logical_devices``.
 
         Returns:
             As ``experimental_split_to_logical_devices``.
@@ -141,27 +173,27 @@ class LogicalDevices(Strategy):
         all of them.
 
         Args:
-            tensor: any tensor.
+            tensor: any tensor; gradients go back through it, to what each process has computed it from.
             logical_device_id: number of the device in its replica.
 
         Returns:
             As ``experimental_replicate_to_logical_devices``.
 
         Raises:
+            TypeError: ``logical_device_id`` is no whole number.
             ValueError: there is no such device.
 
         Source: ``tf.distribute.TPUStrategy.experimental_assign_to_logical_device``.
         """
         self.check_logical_device(logical_device_id)
-        group = self.worker.group
+        group, parts = self.worker.group, self.parameter_store.model_mesh
         if isinstance(group, DataAxis):
-            flat = tensor.detach().clone().reshape(-1)
-            group.model.broadcast(flat, logical_device_id, "assign to a logical device")
-            return self._divided(flat.view(tensor.shape), None)
+            return mesh.divide_computed(tensor, parts, None, group.model, logical_device_id)
         return tensor
 
     def check_logical_device(self, logical_device_id: int) -> None:
-        """Raises ValueError when a replica has no such device."""
+        """Raises TypeError for what is no whole number, ValueError when a replica has no such device."""
+        check_whole_number("logical_device_id", logical_device_id)
         count = self.num_logical_devices_per_replica
         if not 0 <= logical_device_id < count:
             raise ValueError(
@@ -170,7 +202,14 @@ class LogicalDevices(Strategy):
             )
 
     def check_partition(self, tensor: torch.Tensor, partition_dimensions: Sequence[int]) -> None:
-        """Raises ValueError when a tensor cannot be cut so."""
+        """Raises TypeError for what are no whole numbers, ValueError when a tensor cannot be cut so."""
+        if not isinstance(partition_dimensions, Sequence):
+            raise TypeError(
+                f"partition_dimensions must be a list of whole numbers, one for each dimension, got "
+                f"{partition_dimensions!r}; write e.g. [2, 1]."
+            )
+        for parts in partition_dimensions:
+            check_whole_number("an entry of partition_dimensions", parts)
         count, product = self.num_logical_devices_per_replica, math.prod(partition_dimensions)
         if len(partition_dimensions) != tensor.dim():
             raise ValueError(
@@ -184,7 +223,10 @@ class LogicalDevices(Strategy):
             )
 
     def _divided(self, tensor: torch.Tensor, axis: int | None) -> torch.Tensor:
-        return mesh.divide(tensor, self.parameter_store.model_mesh, axis)
+        group, parts = self.worker.group, self.parameter_store.model_mesh
+        if isinstance(group, DataAxis) and not (tensor.is_leaf and replica_of(self) is None):
+            return mesh.divide_computed(tensor, parts, axis, group.model, 0)
+        return mesh.divide(tensor, parts, axis)
 
     # ---- layers -----------------------------------------------------------------------------------------------
 
@@ -208,7 +250,8 @@ class LogicalDevices(Strategy):
             The same module.
 
         Raises:
-            ValueError: a name that fits no layer, or a layer that cannot be divided.
+            ValueError: a name that fits no layer, a layer that cannot be divided, is named twice or is divided already,
+                or weights that layers have in common and that would be divided in different ways.
 
         Example:
             >>> strategy.experimental_partition(model, {"*.up": "column", "*.down": "row", "embedding": "row"})
@@ -216,15 +259,9 @@ class LogicalDevices(Strategy):
         self.require_cross_replica_context("experimental_partition", "it outside strategy.run")
         group = self.worker.group
         if isinstance(group, DataAxis):
-            tensors = [*module.parameters(), *module.buffers()]
-            with torch.no_grad():
-                for tensor in tensors:
-                    if not mesh.is_divided(tensor):
-                        flat = tensor.detach().clone().reshape(-1)
-                        group.world.broadcast(flat, 0, "initial values")
-                        tensor.copy_(flat.view(tensor.shape))
-            mesh.divide_layers(module, self.parameter_store.model_mesh, plan)
-            if self.num_replicas_in_sync > 1:
-                adopt_module(self.parameter_store, module)
-                self.parameter_store.ensure_equal()
+            adopt_module(self.parameter_store, module)  # all begin with the first one's values
+            self.parameter_store.ensure_equal()
+            divide_layers(module, self.parameter_store.model_mesh, plan)
+            adopt_module(self.parameter_store, module)
+            self.parameter_store.ensure_equal()
         return module

@@ -160,7 +160,7 @@ def _run_alone(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], 
         with StepsEnd(), entered(Frame(strategy, context)), made_current(devices[0]) if devices else nullcontext():
             return of_share(context, fn, arguments, keywords)
     except BaseException as error:
-        if strategy.worker.group.size > 1:
+        if not strategy.worker.group.alone:
             report_failure(strategy, error)
             error.add_note(f"[tfstyle_dist] raised in replica {context.replica_id} of {strategy.worker.num_replicas}")
         raise

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm import mesh
+from tfstyle_dist.comm.divided_layers import divided_axes, planned_layers
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.comm.options import CommunicationOptions, options_or_default
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout
@@ -155,8 +155,8 @@ class TPUStrategy(MirroredVariables):
     def experimental_partition(self, module: torch.nn.Module, plan: Mapping[str, str]) -> torch.nn.Module:
         """See ``LogicalDevices``: the parameters stay the same objects, and the compiler does the rest."""
         count = self.num_logical_devices_per_replica
-        for pattern, layer in mesh.planned_layers(module, plan):
-            for name, axis in mesh.divided_axes(pattern, layer, plan[pattern]).items():
+        for pattern, layer in planned_layers(module, plan):
+            for name, axis in divided_axes(pattern, layer, plan[pattern]).items():
                 parameter = getattr(layer, name)
                 if parameter is not None and count > 1:
                     self._laid_out(parameter, [count if place == axis else 1 for place in range(parameter.dim())])

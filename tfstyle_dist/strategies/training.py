@@ -149,7 +149,7 @@ def should_stop(strategy: Strategy, flag: bool = False) -> bool:
         ...         break
     """
     strategy.require_cross_replica_context("Strategy.should_stop", "all_reduce of a flag")
-    return any(strategy.worker.group.numbers(int(bool(flag)), "should_stop"))
+    return any(strategy.worker.group.everyone.numbers(int(bool(flag)), "should_stop"))
 
 
 def accumulate(strategy: Strategy) -> AbstractContextManager[None]:

@@ -251,7 +251,9 @@ class TFOptimizer(UpdateRule):
                 local_updates.update_copy(self, grad, variable, replica)
             record.changes += 1
             return
-        target = (value_of(variable) if record is None else record.first()).detach()
+        # A divided one is updated at once, not each worker's part by itself.
+        own = None if record is None or record.placement is Placement.SHARDED else record
+        target = (value_of(variable) if own is None else own.first()).detach()
         others = [] if record is None or record.kind != "variable" else record.copies()[1:]
         before = target.clone() if others else target
         self.update_tensor(target, grad, self.slots_of(variable))

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.comm import mesh
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.cross_device_ops.collective import on_first_device, reduce_over_workers, widened, widened_type
 from tfstyle_dist.ops import aggregate_columns
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 from tfstyle_dist.runtime.context import Frame, Replica, entered
 from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.variables.partitioned import LocalPart
 from tfstyle_dist.variables.replicated import Replicated
 
 
@@ -43,6 +45,11 @@ def reduced(
             sums = [own_sum(column) if column else None for column in given]
         if group.size == 1:
             return [(g, v) for g, v in zip(sums, variables, strict=True) if g is not None]
+        # Between replicas only the same parts of a divided variable are summed.
+        given_variables, variables = variables, [LocalPart(v) if mesh.is_divided(v) else v for v in variables]
+        for place, variable in enumerate(variables):
+            if isinstance(variable, LocalPart) and sums[place] is not None:
+                sums[place] = variable.part_like(sums[place])
         described = [(tuple(v.shape), str(v.dtype)) for v in variables]
         group.agree(f"{caller} of {described}, method {method!r}", "apply_gradients")
         places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -66,7 +73,11 @@ def reduced(
                 if used[k]:
                     totals[place] = flat[offset : offset + count].view(variables[place].shape)
                 offset += count
-        return [(totals[p], v) for p, v in enumerate(variables) if p in totals]
+        return [
+            (mesh.from_part(totals[p], v) if mesh.is_divided(v) else totals[p], v)
+            for p, v in enumerate(given_variables)
+            if p in totals
+        ]
 
 
 @contextmanager

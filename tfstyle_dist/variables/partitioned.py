@@ -37,6 +37,10 @@ class LocalPart:
         plain = [a.part if isinstance(a, LocalPart) else a for a in args]
         return func(*plain, **(kwargs or {}))
 
+    def part_like(self, value: Any) -> torch.Tensor:
+        """This worker's part of a value that is divided in any way, cut as this one. Collective where that differs."""
+        return mesh.part_of(mesh.divided_as(value, self.whole))
+
     @property
     def grad(self) -> torch.Tensor | None:
         """The part of the gradient that belongs to this part."""

@@ -86,8 +86,8 @@ class ParameterStore:
 
     @property
     def adopts(self) -> bool:
-        """Whether modules are taken over: a single replica that computes with its own values needs nothing."""
-        return self.worker.num_replicas > 1 or self.contents is not None
+        """Whether modules are taken over: one replica in one process, which has its own values, needs nothing."""
+        return self.worker.num_replicas > 1 or not self.worker.group.alone or self.contents is not None
 
     def device(self, replica: int, like: torch.device) -> torch.device:
         """Where replica's copy of a tensor that the user put on ``like`` belongs."""
@@ -279,7 +279,7 @@ class ParameterStore:
             elsewhere = [r for r in self._pending if r.policy is not None and r.policy.reduce_at == "elsewhere"]
             pending = [r for r in self._pending if r.tensor is not None and r not in elsewhere]
             self._pending = []
-            if self.worker.group.size > 1:
+            if not self.worker.group.alone:
                 pending = of_the_same_structure(self.worker.group, pending)
                 moved = pending if self.shared_home is None else self.shared_home.move_in(pending)
                 send_first_values(self.worker.group, moved)

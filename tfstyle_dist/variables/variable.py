@@ -248,7 +248,7 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         parameter.
         """
         record = self._tfstyle_record
-        several = record.store.worker.group.size > 1 or in_elastic_job(record.store)
+        several = not record.store.worker.group.alone or in_elastic_job(record.store)
         if several or record.placement is Placement.REMOTE or current_replica() is not None:
             return super().__deepcopy__(memo)
         if id(self) not in memo:
