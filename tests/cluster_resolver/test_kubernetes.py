@@ -91,10 +91,10 @@ def test_the_pods_of_an_indexed_job_are_numbered_by_their_index(cluster: type[Ap
 
 def test_a_selector_without_pods_is_named(cluster: type[Api], caplog: pytest.LogCaptureFixture) -> None:
     cluster.pods = {}
-    resolver = KubernetesClusterResolver({"worker": ["job-name=trian"]}, executable_location=OFF_CLUSTER)
+    resolver = KubernetesClusterResolver({"worker": ["job-name=nobody"]}, executable_location=OFF_CLUSTER)
     assert resolver.cluster_spec().job_tasks("worker") == []
     (said,) = caplog.messages
-    assert "no pods with the labels 'job-name=trian'" in said
+    assert "no pods with the labels 'job-name=nobody'" in said
 
 
 def test_a_selector_that_is_in_no_list_is_refused() -> None:

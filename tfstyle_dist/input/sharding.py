@@ -1,7 +1,7 @@
 """Which examples of a batch, and which files, each worker and replica gets.
 
-Pure functions of the policy and of the numbers of workers and replicas. Which worker
-reads what is decided by ``sources.make_plan``, the order of the samples by ``sampler``.
+Pure functions of the policy and of the numbers of workers and replicas. Which worker reads what is decided by
+``sources.make_plan``, the order of the samples by ``sampler``.
 """
 
 from __future__ import annotations
