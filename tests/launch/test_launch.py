@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,66 +17,6 @@ from tfstyle_dist.parameter_server.client.server_link import ServerLink
 from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 
 pytestmark = pytest.mark.timeout(90)
-
-
-class Launch:
-    """A launcher under test."""
-
-    def __init__(self, program: Path, options: list[str], marker: str) -> None:
-        self.marker = marker
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tfstyle_dist.launch", "--grace", "30", *options, str(program), marker],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "RANK": "7", "WORLD_SIZE": "9"},
-        )
-
-    def end(self, timeout: float = 60) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=timeout)
-        return self.process.returncode, out, err
-
-    def wait_for(self, count: int) -> None:
-        """Returns when so many tasks have said that they are ready."""
-        assert self.process.stdout is not None
-        while count:
-            line = self.process.stdout.readline()
-            assert line, self.process.communicate()
-            count -= "ready" in line
-
-    def left(self) -> list[str]:
-        """Processes of this cluster that still live; those that were killed get some time to go."""
-        end = time.monotonic() + 20
-        while (found := self._living()) and time.monotonic() < end:
-            time.sleep(0.02)
-        return found
-
-    def _living(self) -> list[str]:
-        found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-        return [line for line in found.splitlines() if self.marker in line and "defunct" not in line]
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Any]:
-    started: list[Launch] = []
-
-    def start(source: str, *options: str) -> Launch:
-        program = tmp_path / f"program{len(started)}.py"
-        program.write_text("import json, os, signal, sys, time\n" + TASK + source)
-        started.append(Launch(program, list(options), f"marker-{os.getpid()}-{tmp_path.name}-{len(started)}"))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.process.kill()
-        one.process.communicate()
-        assert not one.left()
-
-
-TASK = """
-config = json.loads(os.environ["TF_CONFIG"])
-job, index = config["task"]["type"], config["task"]["index"]
-"""
 
 
 def test_every_task_gets_its_tf_config_and_its_own_port(launch: Any) -> None:
@@ -108,7 +43,7 @@ print(json.dumps([path, mode, path and open(path).read(), os.environ.get("TFSTYL
 """
 
 
-def keys_of(one: Launch) -> list[Any]:
+def keys_of(one: Any) -> list[Any]:
     """What the tasks of a job say of their key; it must be the same for all."""
     code, out, err = one.end()
     assert code == 0, err
@@ -176,30 +111,6 @@ sys.stdout.write("no newline at the end")
     assert code == 0
     assert out.splitlines() == ["[worker 0] to stdout", "[worker 0] 100%", "[worker 0] no newline at the end"]
     assert err == "[worker 0] to stderr\n"
-
-
-def test_letters_that_the_output_has_not_are_escaped(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    code, out, err = launch("sys.stdout.buffer.write('loss \\u2192 0.5\\n'.encode())", "--workers", "1").end()
-    assert (code, out, err) == (0, "[worker 0] loss \\u2192 0.5\n", "")
-
-
-@pytest.mark.parametrize("errors_too", [False, True])
-def test_a_job_whose_output_nobody_reads_is_ended(launch: Any, errors_too: bool) -> None:
-    """``| head -1`` and ``2>&1 | head -1``."""
-    started = launch("while True: print('ready', flush=True); time.sleep(0.01)", "--workers", "1")
-    process = started.process
-    started.wait_for(1)
-    process.stdout.close()
-    if errors_too:
-        process.stderr.close()
-    else:
-        assert (
-            process.stderr.read()
-            == "[launch] nobody reads the output any more (it went into a pipe): stopping all tasks\n"
-        )
-    assert process.wait(30) == 128 + signal.SIGPIPE
-    assert not started.left()
 
 
 @pytest.mark.parametrize(

@@ -153,51 +153,20 @@ def test_a_placed_tensor_has_the_values_of_one_device(rank: int) -> None:
 
 
 @pytest.mark.distributed(workers=2, timeout=60, deadline=30)
-def test_one_replica_in_parts_begins_with_the_same_values_and_reads_the_same_order(rank: int) -> None:
+def test_one_replica_in_parts_has_the_same_variables_and_reads_the_same_order(rank: int) -> None:
     torch.manual_seed(100 + rank)
     with tfd.MirroredStrategy(logical_devices_per_replica=2) as strategy:
         with strategy.scope():
-            made, variable = nn.Linear(3, 3), tfd.Variable(torch.randn(3))
-            adopted = strategy.experimental_adopt(nn.BatchNorm1d(3, affine=False))
-            adopted.running_mean.fill_(rank)
-        other = strategy.experimental_adopt(nn.Linear(3, 3))
+            variable = tfd.Variable(torch.randn(3))
         numbers = torch.utils.data.TensorDataset(torch.arange(16))
         orders = []
         for sampler in (None, torch.utils.data.RandomSampler(numbers, replacement=True)):
             loader = torch.utils.data.DataLoader(numbers, batch_size=8, shuffle=sampler is None, sampler=sampler)
             batches = strategy.experimental_distribute_dataset(loader)
             orders += [batch[0].tolist() for _ in range(2) for batch in batches]
-        found = of_all(strategy, [made.weight.tolist(), variable.tolist(), other.weight.tolist(), orders])
+        found = of_all(strategy, [variable.tolist(), orders])
         assert found[0] == found[1]
         assert strategy.should_stop(rank == 1), "any process may want to stop"
-
-
-@pytest.mark.distributed(workers=2, timeout=60, deadline=30)
-@pytest.mark.filterwarnings("ignore:DTensor random operators")
-@pytest.mark.parametrize("hidden", [16, 13], ids=["even", "uneven"])
-def test_whole_parameters_that_drift_between_parts_are_spoken_of(
-    hidden: int, rank: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.manual_seed(0)
-    with tfd.MirroredStrategy(logical_devices_per_replica=2) as strategy:
-        with strategy.scope():
-            up, down, head = nn.Linear(4, hidden), nn.Linear(hidden, 4), nn.Linear(4, 1)
-            model = nn.Sequential(up, nn.Dropout(0.5), down, nn.Dropout(0.5), head)
-            strategy.experimental_partition(model, {"0": "column", "2": "row"})
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-        def step(x: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-
-        for _ in range(4):
-            strategy.run(step, args=(torch.ones(8, 4),))
-        differ = len({str(weights) for weights in of_all(strategy, head.weight.tolist())}) > 1
-    assert differ == (hidden == 13)
-    said = [text for text in caplog.messages if "other values than worker 0" in text]
-    assert bool(said) == (differ and rank == 0)
-    assert all("make the features divide evenly" in text and "4.weight" in text for text in said)
 
 
 @pytest.mark.distributed(workers=4, timeout=60, deadline=30)
@@ -207,7 +176,6 @@ def test_an_optimizer_from_before_the_division_is_refused(parts: int, rank: int)
         outside = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
         with strategy.scope():
             model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-        split = strategy.experimental_adopt(nn.Linear(4, 4, bias=False))
 
         def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             module(torch.ones(2, 4)).square().mean().backward()
@@ -218,16 +186,12 @@ def test_an_optimizer_from_before_the_division_is_refused(parts: int, rank: int)
             if module is model:
                 strategy.run(step, args=(module, before))
             strategy.experimental_partition(module, {"0": "column", "2": "row"})
-            with pytest.raises(
-                RuntimeError, match=r"made before the model was divided.* of 0.weight, 0.bias, 2.weight"
-            ):
+            said = r"before the model was divided.* 0.weight, 0.bias, 2.weight"
+            if module is outside:  # two replicas refuse it as one that is none of the strategy's, if that comes first
+                said += "|before building the optimizer"
+            with pytest.raises(RuntimeError, match=said):
                 strategy.run(step, args=(module, before))
             strategy.run(step, args=(module, torch.optim.SGD(module.parameters(), 0.1)))
-        before = torch.optim.SGD(split.parameters(), 0.1)
-        with strategy.scope():
-            split.weight = tfd.tpu.experimental.tensor_split(split.weight, parts)
-        with pytest.raises(RuntimeError, match="Make the optimizer after experimental_partition and tensor_split"):
-            strategy.run(step, args=(split, before))
 
 
 @pytest.mark.distributed(workers=4, timeout=60, deadline=30)
@@ -299,31 +263,3 @@ def test_the_optimizers_of_train_update_divided_parameters(make: str, parts: int
     for _ in range(3):
         other.minimize(lambda: plain(x).square().sum() / 16, var_list=list(plain.parameters()))
     close(found, dict(plain.state_dict()))
-
-
-@pytest.mark.distributed(workers=4, timeout=60, deadline=30)
-@pytest.mark.parametrize("parts", [2, 4])
-def test_a_plain_parameter_may_meet_divided_ones(parts: int, rank: int) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    x = torch.randn(8, 4)
-    with tfd.MirroredStrategy(logical_devices_per_replica=parts) as strategy:
-        with strategy.scope():
-            model = strategy.experimental_adopt(copy.deepcopy(plain))
-            model[0].weight = tfd.tpu.experimental.tensor_split(model[0].weight, parts)
-            model[2].weight = tfd.tpu.experimental.tensor_split(model[2].weight, parts, axis=1)
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-        def step(x: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-
-        for batch in strategy.experimental_distribute_dataset([x] * 2):
-            strategy.run(step, args=(batch,))
-        other = torch.optim.SGD(plain.parameters(), 0.1)
-        for _ in range(2):
-            other.zero_grad()
-            plain(x).square().mean().backward()
-            other.step()
-        close(full_state_dict(model), dict(plain.state_dict()))

@@ -167,7 +167,7 @@ def worker_of(leaves: Sequence[Leaf], what: str) -> Worker:
     records = [find_record(tensor) for leaf in leaves for tensor in leaf.tensors()]
     workers = [record.store.worker for record in records if record is not None]
     if workers:
-        return max(workers, key=lambda worker: worker.group.size)
+        return max(workers, key=lambda worker: worker.group.everyone.size)
     launch = launch_env.launch()
     if launch is not None and launch.world_size > 1:
         raise RuntimeError(

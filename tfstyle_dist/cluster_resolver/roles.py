@@ -102,7 +102,8 @@ def training_tasks(resolver: ClusterResolver) -> tuple[list[Task], int]:
     """
     spec, task_type, task_id = resolver.cluster_spec(), resolver.task_type, resolver.task_id
     check(spec, task_type, task_id)
-    if isinstance(resolver, TFConfigClusterResolver) and (trouble := missing_cluster()):
+    asked = isinstance(resolver, TFConfigClusterResolver) and task_type != "evaluator"
+    if asked and (trouble := missing_cluster()):
         warn_once("TF_CONFIG without a cluster", trouble)
     if not spec or task_type == "evaluator":
         return [Task(task_type or "worker", task_id or 0, "")], 0

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm.mesh import is_divided
+from tfstyle_dist.comm.replaced_parameters import note_replaced
 
 _LAYERS = (torch.nn.Linear, torch.nn.Embedding)
 
@@ -30,11 +31,15 @@ def divide_layers(module: torch.nn.Module, mesh: Any, plan: Mapping[str, str]) -
     for name, layer in layers:
         _check(name, layer)
     ties = _ties(module, {layer: divided_axes(name, layer, plan[name]) for name, layer in layers})
+    before = {name: parameter for name, parameter in module.named_parameters() if not is_divided(parameter)}
     for name, layer in layers:
         parallelize_module(layer, mesh, _style(name, layer, plan, mesh.size()))
     for (first, name), *others in ties:  # each layer has got a parameter of its own
         for owner, other in others:
             owner.register_parameter(other, first.get_parameter(name))
+    for name, parameter in before.items():
+        if is_divided(module.get_parameter(name)):
+            note_replaced(parameter, name)
 
 
 def _check(pattern: str, layer: torch.nn.Module) -> None:

@@ -170,7 +170,8 @@ def launcher_variables_set(launch: Launch, address: tuple[str, int]) -> Iterator
         address: host and port for ``MASTER_ADDR`` and ``MASTER_PORT``; nobody needs to listen there.
     """
     wanted = _launcher_variables(launch, address)
-    added = [name for name in wanted if name not in os.environ]
+    before = {name: os.environ.get(name) for name in wanted}
+    added = [name for name, value in before.items() if not value]
     for name in added:
         os.environ[name] = wanted[name]
     try:
@@ -178,6 +179,8 @@ def launcher_variables_set(launch: Launch, address: tuple[str, int]) -> Iterator
     finally:
         for name in added:
             os.environ.pop(name, None)
+            if (value := before[name]) is not None:
+                os.environ[name] = value
 
 
 def slurm_job_id() -> int:

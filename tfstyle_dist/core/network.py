@@ -183,6 +183,16 @@ def try_connect(host: str, port: int, seconds: float) -> str | None:
     return None
 
 
+def is_own_address(host: str) -> bool:
+    """Whether a name or address is one of this host's own interfaces."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
 def trouble_with_own_address(host: str, port: int, seconds: float) -> str | None:
     """Why an address that is said to be this host's does not lead here, if that can be tried.
 
@@ -194,11 +204,8 @@ def trouble_with_own_address(host: str, port: int, seconds: float) -> str | None
     Returns:
         ``None`` for an address of this host, and for one that is passed on to it.
     """
-    with suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return None
+    if is_own_address(host):
+        return None
     both = socket.has_dualstack_ipv6()
     try:
         family = socket.AF_INET6 if both else socket.AF_INET
@@ -211,7 +218,7 @@ def trouble_with_own_address(host: str, port: int, seconds: float) -> str | None
         listening.settimeout(seconds)
         try:
             listening.accept()[0].close()
-        except TimeoutError:
+        except OSError:
             return "another host answers"
     return None
 

@@ -85,7 +85,7 @@ def reachability(resolver: ClusterResolver) -> Iterator[Finding]:
     # The chief of parameter servers calls the others, and nobody calls it.
     listeners = roles.tasks(spec, "ps", "worker") if "ps" in spec.jobs else roles.tasks(spec, "chief", "worker")[:1]
     places = {task: network.parse_address(task.address) for task in roles.tasks(spec)}
-    elsewhere = [str(task) for task, (host, _) in places.items() if not is_loopback(host)]
+    elsewhere = [str(task) for task, (host, _) in places.items() if not network.is_own_address(host)]
     if elsewhere and (loopback := [str(task) for task in listeners if is_loopback(places[task][0])]):
         yield problem(
             "peers",

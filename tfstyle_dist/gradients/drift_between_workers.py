@@ -25,8 +25,6 @@ _NAMED = 3  # parameters in a warning
 class DriftBetweenWorkers:
     """Compares some numbers of the workers' parameters after backward passes 0, 1, 2, 4, 8, ...
 
-    Processes that hold the parts of one replica have some parameters whole, and are compared as well.
-
     They are taken when the next run begins: within a step, workers may have different weights for a while. A backward
     pass of that run sends them, since all workers make it. That is one small message now and then.
 
@@ -76,7 +74,7 @@ class DriftBetweenWorkers:
         taken, self._taken = self._taken if self._running else {}, {}
         own = [taken[record][1] if record in taken else _NOT_TAKEN for record in records]
         sent = torch.tensor(own, dtype=torch.float64, device="cpu").flatten()
-        buffers = self._worker.group.everyone.all_gather(sent, "comparison of parameters")
+        buffers = self._worker.group.all_gather(sent, "comparison of parameters")
         came = [buffer.view(-1, len(_NOT_TAKEN)).tolist() for buffer in buffers]
         # What follows depends on what came alone: all workers must go on, or stop, to compare.
         if any(all(found[place][0] != _NOT_TAKEN[0] for found in came) for place in range(len(records))):
@@ -88,24 +86,17 @@ class DriftBetweenWorkers:
             different += [record] if who else []
             ranks.update(who)
         self._said = bool(different)
-        if different and self._worker.group.everyone.rank == 0:
+        if different and self._worker.group.rank == 0:
             self._warn(different, sorted(ranks))
 
     def _warn(self, records: Sequence[Record], ranks: Sequence[int]) -> None:
         who = ", ".join(map(str, ranks))
-        in_parts = self._worker.group.everyone is not self._worker.group
-        drawn = (
-            "The processes of a replica in parts may also have drawn different random numbers, as dropout between "
-            "layers that divide unevenly does: make the features divide evenly, and seed all processes alike "
-            "(docs/model_parallel.md). "
-        )
         get_logger().warning(
             f"Before backward pass {self._passes} worker(s) {who} had other values than worker 0 of "
             f"these parameters: {self._store.names_of(records, _NAMED)}. All workers apply the same gradients, so "
             "their weights stay different. Mostly some workers alone have loaded or changed weights, made another "
             "number of optimizer steps, or gave their optimizer another learning rate. Do the same on all workers, or "
-            f"load in `with strategy.scope():`, whose end gives worker 0's values to all. {drawn * in_parts}"
-            "See docs/replicas.md."
+            "load in `with strategy.scope():`, whose end gives worker 0's values to all. See docs/replicas.md."
         )
 
 

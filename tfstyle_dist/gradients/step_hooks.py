@@ -20,7 +20,6 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.process_hooks import Hooks, Patch
 from tfstyle_dist.gradients.divided_losses import say_divided_twice
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
-from tfstyle_dist.gradients.replaced_parameters import check_not_replaced
 from tfstyle_dist.runtime.clocks import COMPUTE, UPDATE, Clock
 from tfstyle_dist.runtime.context import StrategyInForce, current_replica, replica_of
 from tfstyle_dist.variables.known_tensors import find_record
@@ -201,8 +200,6 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             "strategy.experimental_adopt(tensor) for a tensor of no module; deepcopy, to_empty, peft and "
             "load_state_dict(assign=True) make new parameters that must be adopted again."
         )
-    if strategy is not None and owner.stores[0].model_mesh is not None:
-        check_not_replaced(optimizer, owner.records)
     if len(owner.stores) > 1:
         raise RuntimeError(
             f"{type(optimizer).__name__} holds parameters of several strategies "

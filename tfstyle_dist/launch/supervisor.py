@@ -38,6 +38,7 @@ class Supervisor:
         self._tasks, self._grace, self._evaluator_grace = list(tasks), grace, evaluator_grace
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
+        self._stopping = False
 
     def run(self) -> int:
         """Runs all tasks.
@@ -131,6 +132,7 @@ class Supervisor:
 
     def _failed(self) -> int:
         """Gives the others time to fail, stops them, and shows the first failure."""
+        self._stopping = True
         end = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < end and any(task.code() is None for task in self._tasks):
             self._forward(_LOOK_SECONDS)
@@ -159,6 +161,7 @@ class Supervisor:
 
     def _stop(self, tasks: Sequence[Task], number: signal.Signals) -> None:
         """Sends a signal, and kills what does not go; a second Ctrl-C kills at once."""
+        self._stopping = True
         for task in tasks:
             task.send(number)
             task.send(signal.SIGCONT)
@@ -188,7 +191,8 @@ class Supervisor:
                 more = key.data.forward(stream)
             except BrokenPipeError:
                 more = True
-                self._signals.append(signal.SIGPIPE)
+                if not self._stopping:  # else it would count as a second Ctrl-C
+                    self._signals.append(signal.SIGPIPE)
             if not more:
                 self._selector.unregister(stream)
 

@@ -55,7 +55,8 @@ def load_full_state_dict(target: torch.nn.Module | torch.optim.Optimizer, state:
         )
     tensors = [*target.named_parameters(remove_duplicate=False), *target.named_buffers(remove_duplicate=False)]
     held = {name: own.pop(name) for name, _ in tensors if name in own}
-    target.load_state_dict({name: state[name] for name in own}, strict=False)  # of get_extra_state
+    if own:  # of get_extra_state
+        target.load_state_dict({name: state[name] for name in own}, strict=False)
     for name, tensor in held.items():
         if tuple(tensor.shape) != tuple(state[name].shape):
             raise ValueError(

@@ -100,7 +100,7 @@ class Strategy(AbsentNames):
             self.cross_device_ops.aggregation_method,
         )
         reducer.own_sum = self.cross_device_ops.own_sum
-        reducer.drift = None if self.worker.group.alone else DriftBetweenWorkers(self.worker, self.parameter_store)
+        reducer.drift = DriftBetweenWorkers(self.worker, self.parameter_store) if self.worker.group.size > 1 else None
         return reducer
 
     def make_update_runner(self) -> UpdateRunner:

@@ -259,9 +259,14 @@ class LogicalDevices(Strategy):
         self.require_cross_replica_context("experimental_partition", "it outside strategy.run")
         group = self.worker.group
         if isinstance(group, DataAxis):
-            adopt_module(self.parameter_store, module)  # all begin with the first one's values
-            self.parameter_store.ensure_equal()
+            with torch.no_grad():
+                for tensor in [*module.parameters(), *module.buffers()]:
+                    if not mesh.is_divided(tensor):
+                        flat = tensor.detach().clone().reshape(-1)
+                        group.world.broadcast(flat, 0, "initial values")
+                        tensor.copy_(flat.view(tensor.shape))
             divide_layers(module, self.parameter_store.model_mesh, plan)
-            adopt_module(self.parameter_store, module)
-            self.parameter_store.ensure_equal()
+            if self.num_replicas_in_sync > 1:
+                adopt_module(self.parameter_store, module)
+                self.parameter_store.ensure_equal()
         return module

@@ -31,8 +31,6 @@ def parameter_record(store: ParameterStore, parameter: torch.nn.Parameter) -> Re
     elif store.contents is None:
         # The store must not keep the user's parameter alive: with one replica the record refers to it weakly.
         record.components = WeakComponents(record)
-        if store.model_mesh is not None and parameter.requires_grad:
-            parameter.register_hook(mesh.whole)  # of one that meets divided ones the gradient is divided, too
     return record
 
 
@@ -57,7 +55,7 @@ def buffer_record(store: ParameterStore, buffer: torch.Tensor, module: torch.nn.
         TypeError: several workers cannot be given such a buffer.
     """
     dense = sparse_parts.is_plain(buffer)
-    several = not store.worker.group.alone or store.make_equal is not None
+    several = store.worker.group.size > 1 or store.make_equal is not None
     if several and not dense and not sparse_parts.is_sparse(buffer):
         raise TypeError(
             f"A buffer of layout {buffer.layout}{' that is nested' * buffer.is_nested} and type {buffer.dtype} cannot "

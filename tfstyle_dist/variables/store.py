@@ -86,8 +86,8 @@ class ParameterStore:
 
     @property
     def adopts(self) -> bool:
-        """Whether modules are taken over: one replica in one process, which has its own values, needs nothing."""
-        return self.worker.num_replicas > 1 or not self.worker.group.alone or self.contents is not None
+        """Whether modules are taken over: a single replica that computes with its own values needs nothing."""
+        return self.worker.num_replicas > 1 or self.contents is not None
 
     def device(self, replica: int, like: torch.device) -> torch.device:
         """Where replica's copy of a tensor that the user put on ``like`` belongs."""
