@@ -82,7 +82,7 @@ class PassReducer(GradientReducer):
         # All workers reduce all parameters, whichever they used; the flags say whether anybody did.
         flags = all_reduce(ReduceOp.SUM, torch.tensor([float(id(s) in touched) for s in states])).tolist()
         used = [s for s, flag in zip(states, flags, strict=True) if flag]
-        sum_graphs(self, used, all_reduce)
+        sum_graphs(self, [(s, s.record.components[s.replica].grad) for s in used], all_reduce)
 
     def _begin(self, task: int) -> None:
         if self._active:

@@ -17,19 +17,21 @@ AllReduce = Callable[[ReduceOp, Any], Any]
 """Takes the operation and a tensor or a list of tensors; what it returns can be differentiated."""
 
 
-def sum_graphs(reducer: GradientReducer, states: Sequence[GradientState], all_reduce: AllReduce) -> None:
+def sum_graphs(
+    reducer: GradientReducer, given: Sequence[tuple[GradientState, torch.Tensor | None]], all_reduce: AllReduce
+) -> None:
     """Sums the gradients of the same parameters on all replicas, as functions of them; who has none adds zeros."""
     with torch.enable_grad():
         for divided in (True, False):
-            some = [s for s in states if (reducer.divisor(s.record) is not None) is divided]
-            leaves = [s.record.components[s.replica] for s in some]
-            olds = [None if divided else s.before for s in some]
+            some = [(s, grad) for s, grad in given if (reducer.divisor(s.record) is not None) is divided]
+            leaves = [s.record.components[s.replica] for s, _ in some]
+            olds = [None if divided else s.before for s, _ in some]
             news = [
-                torch.zeros_like(leaf) if (grad := leaf.grad) is None else grad if old is None else grad - old
-                for leaf, old in zip(leaves, olds, strict=True)
+                torch.zeros_like(leaf) if grad is None else grad if old is None else grad - old
+                for (_, grad), leaf, old in zip(some, leaves, olds, strict=True)
             ]
             totals = all_reduce(ReduceOp.MEAN if divided else ReduceOp.SUM, news) if some else []
-            for state, leaf, old, total in zip(some, leaves, olds, totals, strict=True):
+            for (state, _), leaf, old, total in zip(some, leaves, olds, totals, strict=True):
                 leaf.grad = total if old is None else total + old
                 reducer.settle(state)
 

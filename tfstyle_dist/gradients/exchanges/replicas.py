@@ -120,12 +120,14 @@ class ReplicaReducer(GradientReducer):
         return self._watched
 
     def _reduce(self, replica: Replica, touched: dict[int, _New]) -> None:
-        graphs = [record for record, grad, _ in touched.values() if grad.requires_grad]
+        graphs = [(record, grad) for record, grad, _ in touched.values() if grad.requires_grad]
         if graphs:  # create_graph=True
             touched = {key: new for key, new in touched.items() if not new[1].requires_grad}
         replica.barrier("gradient reduction", touched, self._exchange, anywhere=True)
         if graphs:
-            sum_graphs(self, [self.state(r, replica.local_replica_id) for r in graphs], replica.all_reduce)
+            # With several workers the exchange has left others in ``grad``: it sums all parameters of a plan.
+            given = [(self.state(record, replica.local_replica_id), grad) for record, grad in graphs]
+            sum_graphs(self, given, replica.all_reduce)
 
     def _exchange(self, all_touched: list[dict[int, _New]]) -> list[None]:
         if self._made and self._joined_version != self.store.version:
