@@ -97,9 +97,17 @@ def test_the_address_of_another_host(monkeypatch: pytest.MonkeyPatch, index: int
     monkeypatch.setattr(cluster, "_CONNECT_SECONDS", 0.2)
     ports = network.free_ports(2)
     set_cluster(monkeypatch, [f"192.0.2.{7 + i}:{port}" for i, port in enumerate(ports)], index)
-    (found,) = [finding for finding in examine() if "is no address of this host" in finding.text]
+    (found,) = [finding for finding in examine() if "no interface of this host" in finding.text]
     assert found.level is level
     assert f"this is worker {index} (192.0.2.{7 + index}:{ports[index]})" in found.text
+
+
+def test_a_name_that_may_be_passed_on_to_this_host_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "addresses_of", lambda host: ["192.0.2.7"])
+    port, other = network.free_ports(2)
+    set_cluster(monkeypatch, [f"a.service:{port}", f"127.0.0.1:{other}"], 0)
+    (found,) = [finding for finding in examine() if "no interface of this host" in finding.text]
+    assert found.level is Level.WARNING
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])

@@ -45,6 +45,10 @@ class DataAxis(WorkerGroup):
             self.data = world.split([list(range(part, world.size, parts)) for part in range(parts)])
         self.leads = self.model.rank == 0
 
+    @property
+    def everyone(self) -> WorkerGroup:
+        return self.world
+
     def use_summation(self, sum_into: SumInto, find_sum: FindSum = nothing_compiled) -> None:
         for group in (self.world, self.model, self.data):
             group.use_summation(sum_into, find_sum)
@@ -101,10 +105,6 @@ class DataAxis(WorkerGroup):
         return found
 
     # ---- life -------------------------------------------------------------------------------------------------
-
-    @property
-    def everyone(self) -> WorkerGroup:
-        return self.world
 
     def report_failure(self, reason: str) -> None:
         for group in (self.world, self.model, self.data):

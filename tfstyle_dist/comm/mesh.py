@@ -68,6 +68,13 @@ def divide_computed(tensor: Any, mesh: Any, axis: int | None, group: WorkerGroup
     return tensor.redistribute(placements=[_placement(axis)])  # type: ignore[no-any-return]
 
 
+def values_of(tensor: torch.Tensor, group: WorkerGroup, source: int, name: str) -> torch.Tensor:
+    """A copy of one worker's values on all of a group. Collective."""
+    flat = tensor.detach().clone().reshape(-1)
+    group.broadcast(flat, source, name)
+    return flat.view(tensor.shape)
+
+
 class _ValuesOf(torch.autograd.Function):
     """One worker's values on all of a group.
 
@@ -77,9 +84,7 @@ class _ValuesOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: WorkerGroup, source: int) -> torch.Tensor:
-        flat = tensor.detach().clone().reshape(-1)
-        group.broadcast(flat, source, "values of a logical device")
-        return flat.view(tensor.shape)
+        return values_of(tensor, group, source, "values of a logical device")
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from functools import cache
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tfstyle_dist.core.process_hooks import Hooks
 
 _replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
@@ -15,22 +16,17 @@ _replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 def note_replaced(parameter: torch.Tensor, name: str) -> None:
     """Remembers, as long as it lives, a parameter in whose place a module has a divided one now.
 
-    An optimizer that holds it, and so would train what the model does not have any more, is refused at its next step.
+    While ``step_checks`` is installed, an optimizer that holds it, and so would train what the model does not have any
+    more, is refused at its next step.
     """
     number = id(parameter)
     _replaced[number] = weakref.ref(parameter, lambda _: _replaced.pop(number, None)), name
-    _watch_steps()
-
-
-@cache
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     names = [
         _replaced[id(parameter)][1]
-        for group in (optimizer.param_groups if _replaced else [])
+        for group in optimizer.param_groups
         for parameter in group["params"]
         if id(parameter) in _replaced
     ]
@@ -40,3 +36,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             f"there before of {', '.join(names[:4])}{', ...' * (len(names) > 4)}, and a step would train nothing of "
             "these layers. Make the optimizer after experimental_partition."
         )
+
+
+step_checks = Hooks(lambda: register_optimizer_step_pre_hook(_check))
+"""For strategies whose replicas have several parts."""

@@ -183,44 +183,20 @@ def try_connect(host: str, port: int, seconds: float) -> str | None:
     return None
 
 
-def is_own_address(host: str) -> bool:
-    """Whether a name or address is one of this host's own interfaces."""
+def addresses_of(host: str) -> list[str]:
+    """The addresses of a name, or an address itself; none if nobody knows the name."""
     with suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
+        return [str(found[4][0]) for found in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+    return []
+
+
+def is_own_address(host: str) -> bool:
+    """Whether an interface of this host has one of the addresses of a name, or an address."""
+    for address in addresses_of(host):
+        with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+            return True
     return False
-
-
-def trouble_with_own_address(host: str, port: int, seconds: float) -> str | None:
-    """Why an address that is said to be this host's does not lead here, if that can be tried.
-
-    Args:
-        host: name or address.
-        port: a port at which nobody listens.
-        seconds: limit of an attempt.
-
-    Returns:
-        ``None`` for an address of this host, and for one that is passed on to it.
-    """
-    if is_own_address(host):
-        return None
-    both = socket.has_dualstack_ipv6()
-    try:
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listening = socket.create_server(("", port), family=family, dualstack_ipv6=both)
-    except OSError:  # another process has come first, or this one may not
-        return None
-    with listening:
-        if trouble := try_connect(host, port, seconds):
-            return trouble
-        listening.settimeout(seconds)
-        try:
-            listening.accept()[0].close()
-        except OSError:
-            return "another host answers"
-    return None
 
 
 def is_listening(address: str, unreachable: bool = False) -> bool:

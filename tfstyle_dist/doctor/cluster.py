@@ -101,15 +101,15 @@ def reachability(resolver: ClusterResolver) -> Iterator[Finding]:
 
 def _own_place(task: roles.Task, host: str, port: int, listens: bool) -> Iterator[Finding]:
     owner = network.port_owner(port)
-    trouble = None if owner else network.trouble_with_own_address(host, port, _CONNECT_SECONDS)
     if listens and owner:
         yield problem("ports", f"{task}: port {port} is in use by {owner}", "end that process, or choose another port")
     elif listens:
         yield ok("ports", f"{task}: port {port} is free")
-    if trouble:
-        yield (problem if listens else warning)(
+    if not network.is_own_address(host):
+        passed_on = network.addresses_of(host) not in ([], [host])  # perhaps, as the name of a Kubernetes Service is
+        yield (problem if listens and not passed_on else warning)(
             "ports",
-            f"this is {task}, but that is no address of this host: {trouble}",
+            f"this is {task}, but no interface of this host has that address",
             "write this host's name or address, the same on all tasks, or correct the index of the task",
         )
 

@@ -38,7 +38,7 @@ class Supervisor:
         self._tasks, self._grace, self._evaluator_grace = list(tasks), grace, evaluator_grace
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
-        self._stopping = False
+        self._unread = False  # nobody reads the output any more
 
     def run(self) -> int:
         """Runs all tasks.
@@ -91,7 +91,7 @@ class Supervisor:
         training_over: float | None = None
         while True:
             self._forward(_LOOK_SECONDS)
-            if self._signals:
+            if self._signals or self._unread:
                 return self._interrupted()
             codes = {task: task.code() for task in self._tasks}
             if any(codes.values()) and not self._goes_on(codes):
@@ -132,7 +132,6 @@ class Supervisor:
 
     def _failed(self) -> int:
         """Gives the others time to fail, stops them, and shows the first failure."""
-        self._stopping = True
         end = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < end and any(task.code() is None for task in self._tasks):
             self._forward(_LOOK_SECONDS)
@@ -150,8 +149,8 @@ class Supervisor:
         return code
 
     def _interrupted(self) -> int:
-        number = self._signals[0]
-        unread = number == signal.SIGPIPE
+        unread = not self._signals
+        number = signal.SIGPIPE if unread else self._signals[0]
         why = "nobody reads the output any more (it went into a pipe)" if unread else _signal_name(number)
         self._say(f"{why}: stopping all tasks")
         self._signals.clear()
@@ -161,7 +160,6 @@ class Supervisor:
 
     def _stop(self, tasks: Sequence[Task], number: signal.Signals) -> None:
         """Sends a signal, and kills what does not go; a second Ctrl-C kills at once."""
-        self._stopping = True
         for task in tasks:
             task.send(number)
             task.send(signal.SIGCONT)
@@ -190,9 +188,7 @@ class Supervisor:
             try:
                 more = key.data.forward(stream)
             except BrokenPipeError:
-                more = True
-                if not self._stopping:  # else it would count as a second Ctrl-C
-                    self._signals.append(signal.SIGPIPE)
+                more = self._unread = True
             if not more:
                 self._selector.unregister(stream)
 

@@ -14,8 +14,10 @@ from tfstyle_dist.comm import mesh
 from tfstyle_dist.comm.data_axis import DataAxis
 from tfstyle_dist.comm.divided_layers import divide_layers
 from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.comm.replaced_parameters import step_checks
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.core.process_hooks import install_for
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.runtime.context import replica_of
 from tfstyle_dist.strategies.base import Strategy
@@ -66,6 +68,7 @@ class LogicalDevices(Strategy):
             device = self.worker.torch_device(0)
             # torch keeps results by equal meshes, also those of a group that was closed: each has a name of its own.
             self.parameter_store.model_mesh = mesh.device_mesh(group.model, device.type, f"model{next(_numbers)}")
+            install_for(self, [step_checks])
 
     @property
     def num_logical_devices_per_replica(self) -> int:
@@ -262,9 +265,7 @@ class LogicalDevices(Strategy):
             with torch.no_grad():
                 for tensor in [*module.parameters(), *module.buffers()]:
                     if not mesh.is_divided(tensor):
-                        flat = tensor.detach().clone().reshape(-1)
-                        group.world.broadcast(flat, 0, "initial values")
-                        tensor.copy_(flat.view(tensor.shape))
+                        tensor.copy_(mesh.values_of(tensor, group.world, 0, "initial values"))
             divide_layers(module, self.parameter_store.model_mesh, plan)
             if self.num_replicas_in_sync > 1:
                 adopt_module(self.parameter_store, module)
