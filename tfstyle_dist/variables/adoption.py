@@ -146,13 +146,10 @@ def _copy_parameter(original: Any, parameter: torch.Tensor, memo: dict[int, Any]
 
 
 def _set_state(original: Any, module: torch.nn.Module, state: Any) -> None:
-    """What ``copy.deepcopy`` of a module ends with: in a scope the copy is the strategy's too.
-
-    Where replicas take turns what else a module has is found later; where values live on servers it is not.
-    """
+    """What ``copy.deepcopy`` and ``torch.load`` of a module end with: in a scope the copy is the strategy's."""
     original(module, state)
     store = _store_in_force()
-    if store is not None and store.placement is Placement.REMOTE:
+    if store is not None:
         _adopt_all(store, module)
 
 
