@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.tensor_references import refer_to
-from tfstyle_dist.variables.copies import Mark
 from tfstyle_dist.variables.held_data import HeldData
+from tfstyle_dist.variables.marks import Mark
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import memory_of
 from tfstyle_dist.variables.parameter_rows import ParameterRows

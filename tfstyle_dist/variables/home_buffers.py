@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.copies import PLAIN_TENSORS, SILENT_STATISTICS, copied, move_in_place, tensor_state
+from tfstyle_dist.variables.copies import PLAIN_TENSORS, copied, move_in_place
+from tfstyle_dist.variables.marks import SILENT_STATISTICS, tensor_state
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import are_alike
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, Mark, is_container
+from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, is_container
+from tfstyle_dist.variables.marks import Mark, TensorMarks
 
 
 class ObjectContent:
@@ -59,8 +60,8 @@ class ObjectContent:
         self.boxes, self._sizes = [box for box, _ in sizes], [size for _, size in sizes]
         self.deep = [mark for mark in self.deep if mark.value is known.get(name)]
 
-    def mark(self, now: dict[str, Any]) -> None:
-        """Remembers replica 0's attributes as they are."""
+    def mark(self, now: dict[str, Any], tensors: bool = True) -> None:
+        """Remembers replica 0's attributes as they are; ``tensors``: see ``Mark.renew``."""
         others = not self._has_same_attributes(now)
         same_sizes = list(map(len, self.boxes)) == self._sizes
         if not others and same_sizes and all(m.same() for m in self.deep):
@@ -70,7 +71,8 @@ class ObjectContent:
         if not same_sizes:
             written |= {id(box) for box, size in zip(self.boxes, self._sizes, strict=True) if len(box) != size}
         if not others and not written:
-            self.deep = [m if m.same() else Mark(m.value) for m in self.deep]
+            for mark in self.deep:
+                mark.renew(tensors=tensors)
             return
         self.fresh = [name for name, v in now.items() if v is not old.get(name) or id(v) in written]
         copied = [v for name, v in now.items() if name not in self.own]
@@ -78,7 +80,12 @@ class ObjectContent:
             self._keys, self._values = list(now), list(now.values())
             self.boxes = [v for v in copied if is_container(v)]
         self._sizes = list(map(len, self.boxes))
-        self.deep = [Mark(v) for v in copied if type(v) in PLAIN_TENSORS or (is_container(v) and v)]
+        known = {id(mark.value): mark for mark in self.deep}
+        self.deep = [
+            _renewed(known.get(id(v)), v, tensors)
+            for v in copied
+            if type(v) in PLAIN_TENSORS or (is_container(v) and v)
+        ]
 
     def same(self, now: dict[str, Any]) -> bool:
         """Whether replica 0's attributes are as they were marked."""
@@ -127,18 +134,17 @@ class AllObjects:
         self._values = list(chain.from_iterable(map(dict.values, dicts)))
         self._boxes = [box for _, content in things for box in content.boxes]
         self._sizes = list(map(len, self._boxes))
-        self._deep = [mark for _, content in things for mark in content.deep]
+        deep = [mark for _, content in things for mark in content.deep]
         # What the marks compare, so that few calls of C compare all of it.
         inner: list[Mark] = []
-        self._tensors: list[Mark] = []
-        stack = list(self._deep)
+        tensors = [mark for mark in deep if isinstance(mark.value, torch.Tensor)]
+        stack = [mark for mark in deep if not isinstance(mark.value, torch.Tensor)]
         while stack:
             mark = stack.pop()
-            if isinstance(mark.value, torch.Tensor):
-                self._tensors.append(mark)
-            else:
-                inner.append(mark)
-                stack += mark.parts()
+            inner.append(mark)
+            for part in mark.parts():
+                (tensors if isinstance(part.value, torch.Tensor) else stack).append(part)
+        self._tensors = TensorMarks(tensors)
         self._inner = [mark.value for mark in inner]
         self._inner_sizes = list(map(len, self._inner))
         self.data = [box for box, size in zip(self._inner, self._inner_sizes, strict=True) if size > MOST_ENTRIES]
@@ -171,12 +177,11 @@ class AllObjects:
 
     def are_same(self, things: Sequence[tuple[Any, ObjectContent]]) -> bool:
         """Whether nothing was written to any attribute."""
-        return self.have_same_attributes(things) and self.have_same_entries() and all(map(Mark.same, self._tensors))
+        return self.have_same_attributes(things) and self.have_same_entries() and self._tensors.same()
 
     def renew(self) -> None:
-        """Remembers what was written to; containers hold the same objects."""
-        for mark in self._tensors:
-            mark.renew()
+        """Remembers what was written to tensors."""
+        self._tensors.renew()
 
 
 class ObjectMarks:
@@ -220,11 +225,13 @@ class ObjectMarks:
 
     def renew(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
         """Remembers the objects as they are."""
-        if self._all is not None and self._all.have_same_attributes(things) and self._all.have_same_entries():
+        looked = self._all is not None
+        if self._all is not None:
             self._all.renew()
-            return
+            if self._all.have_same_attributes(things) and self._all.have_same_entries():
+                return
         for thing, content in things:
-            content.mark(thing.__dict__)
+            content.mark(thing.__dict__, tensors=not looked)
         self._all = AllObjects(things)
 
     def renew_all(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
@@ -233,6 +240,13 @@ class ObjectMarks:
         self.renew(things)
         for _, content in things:
             content.fresh = ()
+
+
+def _renewed(mark: Mark | None, value: Any, tensors: bool) -> Mark:
+    if mark is None:
+        return Mark(value)
+    mark.renew(tensors=tensors)
+    return mark
 
 
 def _end_of(box: Any) -> tuple[int, Any]:

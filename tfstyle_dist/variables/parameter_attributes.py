@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.variables.copies import PLAIN_TENSORS, Copier, copied, unchanged
+from tfstyle_dist.variables.copies import PLAIN_TENSORS, Copier, copied
+from tfstyle_dist.variables.marks import unchanged
 from tfstyle_dist.variables.parameter_marks import Attributes, are_alike
 
 

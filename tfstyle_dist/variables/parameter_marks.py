@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.copies import marked
+from tfstyle_dist.variables.marks import marked
 
 Hooks = tuple[Any, ...]
 Attributes = dict[str, Any] | None

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import sparse_parts, torch_internals
-from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, Copier, Mark
+from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, Copier
 from tfstyle_dist.variables.counterparts import Counterparts
+from tfstyle_dist.variables.marks import Mark
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import are_alike, has_memory_at
 from tfstyle_dist.variables.parameter_rows import ParameterRows
