@@ -37,6 +37,7 @@ HELPERS = {
     "torch",
     "torch_releases",
     "attrgetter",
+    "torch_module",
     "torch_optimizer",
     "Any",
     "Callable",
@@ -335,7 +336,7 @@ def test_whose_code_runs_in_the_step_of_an_optimizer() -> None:
         for register_for_all in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
             handle = register_for_all(print)
             assert not torch_internals.steps_by_torch_alone(optimizer)
-            assert sorted(map(len, torch_internals.hooks_of_all_steps)) == [1, 2]
+            assert sorted(len(getattr(*place)) for place in torch_internals.HOOKS_OF_STEPS) == [1, 2]
             handle.remove()
         with FlopCounterMode(display=False):
             assert not torch_internals.steps_by_torch_alone(optimizer)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import tfstyle_dist as tfd
 from tfstyle_dist.core import torch_internals
@@ -130,13 +132,60 @@ def test_what_is_set_in_merge_call_is_for_all(three: Any) -> None:
         assert seen == [torch.float64, torch.float32]
 
 
+@pytest.mark.parametrize("left_there", [False, True])
+def test_hooks_of_all_modules_and_optimizers_are_those_that_a_replica_has_registered(
+    three: Any, left_there: bool
+) -> None:
+    """Left there: some that the program has registered for good."""
+    seen: list[str] = []
+    with three.scope():
+        model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    register = {
+        "forward before": torch_module.register_module_forward_pre_hook,
+        "forward": torch_module.register_module_forward_hook,
+        "backward before": torch_module.register_module_full_backward_pre_hook,
+        "backward": torch_module.register_module_full_backward_hook,
+        "step before": register_optimizer_step_pre_hook,
+        "step": register_optimizer_step_post_hook,
+    }
+
+    def step() -> None:
+        number = tfd.get_replica_context().replica_id_in_sync_group
+        x = torch.ones(3, 2, requires_grad=True)
+        handles = [hooks(lambda *_, of=f"{name} {number}": seen.append(of)) for name, hooks in register.items()]
+        model(x).sum().backward()
+        optimizer.step()
+        for handle in handles:
+            handle.remove()
+        model(x).sum().backward()
+        optimizer.step()
+
+    kept = [hooks(lambda *_, of=f"{name} kept": seen.append(of)) for name, hooks in register.items() if left_there]
+    try:
+        for _ in range(2):
+            seen.clear()
+            three.run(step)
+            assert {name: seen.count(name) for name in seen if "kept" not in name} == {
+                f"{name} {replica}": 1 for name in register for replica in range(3)
+            }
+            assert all(seen.count(f"{name} kept") == (6 if left_there else 0) for name in register)
+    finally:
+        for handle in kept:
+            handle.remove()
+    assert not any(getattr(*place) for place in torch_internals.HOOKS_OF_MODULES)
+
+
 class Symmetric(torch.nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
-def trained(strategy: Any, in_step: bool, around: bool) -> list[torch.Tensor]:
-    """Trains a model with a parametrized layer, whose weights are computed once in each block."""
+def trained(strategy: Any, in_step: bool, around: bool, ends_early: bool = False) -> list[torch.Tensor]:
+    """Trains a model with a parametrized layer, whose weights are computed once in each block.
+
+    Ends early: before the backward pass, and the first call that all replicas make is made after it.
+    """
     torch.manual_seed(0)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
@@ -151,9 +200,13 @@ def trained(strategy: Any, in_step: bool, around: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         with parametrize.cached() if in_step else contextlib.nullcontext():
             middle = model(shard)
-            if strategy is not None:
+            if strategy is not None and not ends_early:
                 tfd.get_replica_context().all_reduce("SUM", torch.ones(()))
-            (middle + model(shard)).square().mean().backward()
+            loss = (middle + model(shard)).square().mean()
+            if not ends_early:
+                loss.backward()
+        if ends_early:
+            loss.backward()
         optimizer.step()
 
     for batch in inputs:
@@ -162,9 +215,12 @@ def trained(strategy: Any, in_step: bool, around: bool) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(("in_step", "around"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("in_step", "around", "ends_early"),
+    [(True, False, False), (False, True, False), (True, True, False), (True, False, True), (True, True, True)],
+)
 def test_parametrized_weights_that_are_kept_are_each_replicas_own(
-    three: Any, in_step: bool, around: bool, caplog: pytest.LogCaptureFixture
+    three: Any, in_step: bool, around: bool, ends_early: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch.testing.assert_close(trained(three, in_step, around), trained(None, in_step, around))
+    torch.testing.assert_close(trained(three, in_step, around, ends_early), trained(None, in_step, around, ends_early))
     assert "without a gradient" not in caplog.text  # all replicas computed them of their own parameters

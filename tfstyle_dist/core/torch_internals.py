@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from tfstyle_dist.core import torch_releases
@@ -61,9 +62,7 @@ this name too, by which a backward pass inside of another one is seen."""
 if _required(f"torch.autograd.{RUN_BACKWARD}", "make gradients equal after backward()").__name__ != RUN_BACKWARD:
     _refuse(f"function that is called {RUN_BACKWARD}", "see a backward pass inside of another one")
 
-queue_end_of_backward: Callable[[Callable[[], None]], None] = _required(
-    "torch.autograd.Variable._execution_engine.queue_callback", "reduce gradients after backward()"
-)
+queue_end_of_backward = _required("torch.autograd.Variable._execution_engine.queue_callback", "reduce gradients")
 """Calls a function without arguments when the backward pass that this thread is in is over."""
 version_of: Callable[[torch.Tensor], int] = _required("torch.Tensor._version", "see writes to tensors").__get__
 """How often a tensor, or one that shares its memory as a view, was written to."""
@@ -81,9 +80,7 @@ for _name in FUNC_WRAPS:
     _required(f"torch._functorch.{_name}.{FUNC_WRAPS[_name]}", "give torch.func the values of variables")
 func: Any = _required("torch._functorch", "give torch.func the values of variables")
 transforms_are_active: Callable[[], bool] = _required("torch._C._are_functorch_transforms_active", "pull in torch.func")
-outside_of_transforms: Any = _required(
-    "func.pyfunctorch.temporarily_clear_interpreter_stack", "pull in torch.func", func
-)
+outside_of_transforms: Any = _required("func.pyfunctorch.temporarily_clear_interpreter_stack", "pull in func", func)
 """A context manager in which no function of ``torch.func`` is under way."""
 
 DisableTorchFunctionSubclass = _required("torch._C.DisableTorchFunctionSubclass", "read the storage of a variable")
@@ -119,9 +116,8 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
 
 LIST_WRITES = tuple(name for name in dir(torch) if re.fullmatch(r"_foreach_[a-z0-9_]+_", name))
 """Functions that write to a list of tensors, their first argument; on a GPU the tensors' ``_version`` may stay."""
-UNMARKED_WRITES = (
-    "_amp_foreach_non_finite_check_and_unscale_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"
-)  # fmt: skip
+_fused = [f"_fused_{kind}_" for kind in ("adagrad", "adam", "adamw", "sgd")]
+UNMARKED_WRITES = ("_amp_foreach_non_finite_check_and_unscale_", *_fused)
 """Functions that write to lists of tensors and leave their ``_version`` as it is on every device."""
 foreach_copy_ = _required("torch._foreach_copy_", "copy many gradients in one call")
 foreach_add_ = _required("torch._foreach_add_", "add many gradients in one call")
@@ -173,8 +169,12 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 _OWN_OPTIMIZERS = frozenset(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
 hooks_of_step = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_of_all = "optimizer._global_optimizer_pre_hooks", "optimizer._global_optimizer_post_hooks"
-hooks_of_all_steps = [_required(name, "see whose code steps", torch_optimizer) for name in _of_all]
+HOOKS_OF_STEPS = [(torch_optimizer, f"_global_optimizer_{kind}_hooks") for kind in ("pre", "post")]
+_kinds = "forward_pre", "forward", "backward_pre", "backward"
+HOOKS_OF_MODULES = [(torch_module, f"_global_{kind}_hooks") for kind in _kinds]
+"""Where torch has the hooks of all optimizers and of all modules: dicts by number, as attributes of two modules."""
+for _owner, _name in HOOKS_OF_STEPS + HOOKS_OF_MODULES:
+    _required(f"torch.{_name}", "give replicas hooks of their own", _owner)
 in_function_mode: Callable[[], int] = _required("torch._C._len_torch_function_stack", "see a default device")
 """How many function modes are in force: a default device is one, so without any it is the CPU."""
 _in_dispatch_mode: Callable[[], int] = _required("torch._C._len_torch_dispatch_stack", "see whose code steps")
@@ -182,7 +182,7 @@ _in_dispatch_mode: Callable[[], int] = _required("torch._C._len_torch_dispatch_s
 
 def steps_by_torch_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Whether torch alone, which draws no random numbers, runs between our hooks around a step without closure."""
-    plain = type(optimizer) in _OWN_OPTIMIZERS and [len(hooks) for hooks in hooks_of_all_steps] == [1, 1]
+    plain = type(optimizer) in _OWN_OPTIMIZERS and [len(getattr(*place)) for place in HOOKS_OF_STEPS] == [1, 1]
     return plain and not (any(hooks_of_step(optimizer)) or in_function_mode() or _in_dispatch_mode())
 
 

@@ -84,7 +84,8 @@ def has_step_hooks(optimizer: torch.optim.Optimizer, before: bool = False) -> bo
         optimizer: any that torch calls hooks for.
         before: of the hooks that run before the step alone.
     """
-    known = *torch_internals.hooks_of_step(optimizer), *torch_internals.hooks_of_all_steps
+    of_all = [getattr(*place) for place in torch_internals.HOOKS_OF_STEPS]
+    known = *torch_internals.hooks_of_step(optimizer), *of_all
     most = 0, 0, 1, 1  # the package has one before the steps of all optimizers, and one after them
     return any(len(hooks) > own for hooks, own in list(zip(known, most, strict=True))[:: 2 if before else 1])
 

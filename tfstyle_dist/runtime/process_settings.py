@@ -10,7 +10,8 @@ those that read its data for example, and who has set one cannot be told.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from operator import is_
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from torch.nn.utils import parametrize
 from tfstyle_dist.core import torch_internals
 
 _Result = TypeVar("_Result")
+_Hooks = dict[int, Any]
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
@@ -34,9 +36,12 @@ def _put_flag(name: str, on: bool) -> None:
         setattr(cudnn, name, on)
 
 
-_CACHES = 1
+_PLACES = torch_internals.HOOKS_OF_STEPS + torch_internals.HOOKS_OF_MODULES
+_HOOKS = slice(1, 1 + len(_PLACES))
 _SETTINGS: list[_Setting] = [
-    *(_attribute(parametrize, name) for name in torch_internals.PARAMETRIZED),  # the second is 0 if nothing is kept
+    _attribute(parametrize, torch_internals.PARAMETRIZED[0]),
+    *(_attribute(owner, name) for owner, name in _PLACES),
+    _attribute(parametrize, torch_internals.PARAMETRIZED[1]),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_anomaly_enabled, lambda on: torch.autograd.set_detect_anomaly(on, torch.is_anomaly_check_nan_enabled())),
     (torch.is_anomaly_check_nan_enabled, lambda on: torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), on)),
@@ -56,6 +61,9 @@ class ProcessSettings:
     def __init__(self) -> None:
         self._settings = _SETTINGS + _OF_CUDNN if torch.cuda.is_initialized() else _SETTINGS
         self._at_first = self._now()
+        self._hooks = [copy(hooks) for hooks in self._at_first[_HOOKS]]
+        self._counts = list(map(len, self._hooks))
+        self._whose: dict[int, int] = {}
         self._of: dict[int, list[Any]] = {}
 
     def switch(self, before: int, after: int) -> None:
@@ -63,15 +71,26 @@ class ProcessSettings:
         if before == after:
             return
         now = self._of[before] = self._now()
-        wanted = self._of.get(after)
-        if wanted is None:
-            wanted = self._at_first
-            if now[_CACHES] or wanted[_CACHES]:  # what it computes is of its own parameters
-                wanted = [{}, *wanted[1:]]
+        wanted = self._of.setdefault(after, [{}, *self._at_first[1:]])  # what is kept is of its own parameters
+        if self._whose or list(map(len, now[_HOOKS])) != self._counts:
+            wanted[_HOOKS] = self._without_others(before, now[_HOOKS], after, wanted[_HOOKS])
         if not all(map(is_, now, wanted)):
             for (_, put), value, other in zip(self._settings, wanted, now, strict=True):
                 if value is not other:
                     put(value)
+
+    def _without_others(self, before: int, now: Sequence[_Hooks], after: int, wanted: Sequence[_Hooks]) -> list[_Hooks]:
+        """A dict of hooks is that of the first replica which registers some in it; others go on with what it was.
+
+        Torch's handles remove from the dict in which they registered.
+        """
+        for hooks, count in zip(now, self._counts, strict=True):
+            if len(hooks) != count:
+                self._whose.setdefault(id(hooks), before)
+        return [
+            hooks if self._whose.get(id(hooks), after) == after else copy(at_first)
+            for hooks, at_first in zip(wanted, self._hooks, strict=True)
+        ]
 
     def for_all(self, action: Callable[..., _Result], *args: Any) -> _Result:
         """Calls something in cross-replica context: what it sets is for all replicas."""
