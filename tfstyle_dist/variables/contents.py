@@ -171,10 +171,10 @@ class ReplicaContents:
     def _others(self) -> list[int]:
         return [replica for replica in range(self.count) if replica != self.first]
 
-    def take(self, value: Any, part: bool = False) -> bool:
+    def take(self, value: Any, part: state_objects.Belongs = state_objects.Belongs.NOTHING) -> bool:
         """Makes an object's attributes, or a tensor's inside, content from now on; returns whether they are.
 
-        ``part``: a module, an optimizer or a part of one has it, so that it is content whatever it holds.
+        ``part``: what it was found in.
         """
         if id(value) in self._places:
             return True
@@ -195,9 +195,9 @@ class ReplicaContents:
             if self._one_copy and torch_internals.has_step_hooks(value):  # one update is made for all
                 self.settings.of_groups.add(value)
                 for held in state_objects.parts_of_optimizer(value):
-                    self.take(held, part=True)
+                    self.take(held, state_objects.Belongs.PART)
                 return False
-        self.take_object(value, part or state_objects.has_parts(value))
+        self.take_object(value, max(part, state_objects.belongings(value)))
         return True
 
     def _take_tensor(self, value: torch.Tensor) -> bool:
@@ -206,8 +206,8 @@ class ReplicaContents:
         self._places[id(value)] = self.rows.add(value, when_gone(self._let_go, id(value)), self._running)
         return True
 
-    def take_object(self, value: Any, parts: bool = False) -> None:
-        """Makes the attributes of any object, or the values of any tensor, content; ``parts``: all that it has too.
+    def take_object(self, value: Any, parts: state_objects.Belongs = state_objects.Belongs.NOTHING) -> None:
+        """Makes the attributes of any object, or the values of any tensor, content; ``parts``: what its own are.
 
         Raises:
             TypeError: it has none that could be exchanged.

@@ -21,7 +21,7 @@ from tfstyle_dist.variables.first_values import is_own_statistic
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import are_alike
-from tfstyle_dist.variables.state_objects import MOST_LOOKED_AT, has_parts, is_trained, stays
+from tfstyle_dist.variables.state_objects import MOST_LOOKED_AT, Belongs, belongings, is_trained, stays
 
 _NOTHING = ATOMS | PLAIN_TENSORS
 _Pair = tuple[Any, Any]
@@ -57,11 +57,11 @@ class Counterparts:
         Returns:
             Whether there were any, so that objects are content that were not.
         """
-        found: dict[int, list[tuple[Any, Any, bool]]] = {}
+        found: dict[int, list[tuple[Any, Any, Belongs]]] = {}
         for thing, content in things:
             for name in content.fresh:
                 for replica in others:
-                    part = has_parts(thing)
+                    part = belongings(thing)
                     pairs = _pairs(thing.__dict__.get(name), content.dicts[replica].get(name), stays)
                     found.setdefault(replica, []).extend((one, own, part) for one, own in pairs)
             content.fresh = ()

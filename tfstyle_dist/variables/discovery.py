@@ -29,7 +29,7 @@ _LIBRARIES = (
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of a path: a user's own packages, those of a system, and those of other environments."""
 _MOST_LOOKED_AT = 256
-_NOTHING = ATOMS.difference((types.FunctionType, types.MethodType, types.ModuleType)) | {PerReplica}
+_NOTHING = ATOMS.difference((types.FunctionType, types.MethodType, types.ModuleType, weakref.ref)) | {PerReplica}
 _NO_VALUE = object()
 
 
@@ -92,6 +92,8 @@ class Discovery:
         elif isinstance(value, types.MethodType):
             self._value(value.__func__, seen, (), depth)
             self._value(value.__self__, seen, (), depth)
+        elif isinstance(value, weakref.ref):  # as a callback refers to its trainer
+            self._value(value(), seen, names, depth)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._value(part, seen, (), depth)

@@ -16,7 +16,7 @@ from tfstyle_dist.variables.marks import Mark
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import are_alike, has_memory_at
 from tfstyle_dist.variables.parameter_rows import ParameterRows
-from tfstyle_dist.variables.state_objects import has_parts
+from tfstyle_dist.variables.state_objects import Belongs, belongings
 
 Things = Sequence[tuple[Any, ObjectContent]]
 
@@ -42,19 +42,19 @@ class Spreader:
     ) -> None:
         self._count, self._take, self._device, self._twins, self._adopt = count, take, rows.device, rows.twins, adopt
         self._counterparts = counterparts
-        self._unfilled: list[tuple[Any, ObjectContent, bool]] = []
+        self._unfilled: list[tuple[Any, ObjectContent, Belongs]] = []
         self.forget()
 
     def forget(self) -> None:
         """All objects that name each other were copied."""
         self._known: list[dict[int, tuple[Any, Any]]] = [{} for _ in range(self._count)]
 
-    def copier(self, replica: int, parts: bool) -> Copier:
+    def copier(self, replica: int, parts: Belongs) -> Copier:
         """What copies values for a replica, each once.
 
         Args:
             replica: its number.
-            parts: whether they are what a module or an optimizer has.
+            parts: what they were found in.
         """
 
         def copy(value: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,9 @@ class Spreader:
 
         return Copier(partial(self._take, part=parts), copy, self._known[replica])
 
-    def fill(self, thing: Any, content: ObjectContent, parts: bool, then: Callable[[Any, ObjectContent], None]) -> None:
+    def fill(
+        self, thing: Any, content: ObjectContent, parts: Belongs, then: Callable[[Any, ObjectContent], None]
+    ) -> None:
         """Gives the other replicas their attributes of an object, and of those that it has, and so on.
 
         One after the other, not each within the one that has it: chains of objects may be longer than Python's stack.
@@ -70,7 +72,7 @@ class Spreader:
         Args:
             thing: the object, with its attributes.
             content: of each replica.
-            parts: whether its attributes are what a module or an optimizer has.
+            parts: what its attributes are.
             then: called with each of these objects, last with this one.
         """
         self._unfilled.append((thing, content, parts))
@@ -99,7 +101,7 @@ class Spreader:
         """
         for thing, content in things:
             for replica in others:
-                copier, own = self.copier(replica, has_parts(thing)), content.dicts[replica]
+                copier, own = self.copier(replica, belongings(thing)), content.dicts[replica]
                 kept = {name: own[name] for name in content.own}
                 own.clear()
                 own.update({name: copier(value) for name, value in list(thing.__dict__.items()) if name not in kept})
@@ -123,7 +125,7 @@ class Spreader:
             now = thing.__dict__
             written, gone = content.changes(now)
             for replica in others:
-                copier, own = self.copier(replica, has_parts(thing)), content.dicts[replica]
+                copier, own = self.copier(replica, belongings(thing)), content.dicts[replica]
                 own.update({name: copier(now[name]) for name in written})
                 for name in gone:
                     own.pop(name, None)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.utils.data
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.common_objects import HeldInCommon
@@ -25,10 +26,17 @@ _SKIPPED = (
     "tfstyle_dist", "threading", "tokenizers", "tqdm", "types", "typing", "unittest", "weakref",
     *torch_internals.MACHINERY,
 )  # fmt: skip
+_SHARED = frozenset({
+    "_asyncio", "_io", "_queue", "_socket", "_thread", "asyncio", "concurrent", "multiprocessing", "numpy", "pandas",
+    "queue", "socket", "sqlite3", "subprocess", "threading",
+})  # fmt: skip
+_DATA = torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler
 _MOST_HELD = 4096
 """Of entries in a container of state, such as averages of all parameters; more are data."""
 _FEW = 64
 """Of entries in a container of objects that hold state, such as the groups of an optimizer; more are data."""
+_DEPTH = 6
+"""Of objects within each other that are looked into for such objects."""
 _MOST_VALUES = 500
 """That are looked at for such objects: what holds no state is looked at in each run."""
 MOST_LOOKED_AT = 256
@@ -37,7 +45,18 @@ BOXES = (dict, list, tuple, set, deque)
 HOLDERS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 
 
-def is_state(thing: Any, part: bool = False) -> bool:
+class Belongs(enum.IntEnum):
+    """To what an object belongs, which says what else makes it state."""
+
+    NOTHING = 0
+    """It counts if it holds state itself."""
+    BESIDE = 1
+    """It lies beside a module, an optimizer or the like in an object of the program: it counts unless it is data."""
+    PART = 2
+    """It is a part of such a one: it counts whatever it holds."""
+
+
+def is_state(thing: Any, part: Belongs = Belongs.NOTHING) -> bool:
     """Whether an object's attributes are content.
 
     Those of modules, optimizers, schedulers and scalers are, those of optimizers of a library's own class too. Those of
@@ -45,7 +64,7 @@ def is_state(thing: Any, part: bool = False) -> bool:
 
     Args:
         thing: any object.
-        part: a module, an optimizer or a part of one has it, so that it counts whatever it holds.
+        part: what it was found in.
     """
     if isinstance(thing, HOLDERS):
         if isinstance(thing, torch.jit.ScriptModule):
@@ -56,14 +75,42 @@ def is_state(thing: Any, part: bool = False) -> bool:
         return not _is_unfinished(thing)
     if isinstance(thing, HeldInCommon) or not is_plain(thing):
         return False
-    if part or _is_optimizer(thing) or _holds_state(thing, 2, None):
+    if part is Belongs.PART or _is_optimizer(thing) or _holds_state(thing, 2, None):
         return True
-    return _holds_state(thing, 2, [None] * _MOST_VALUES)
+    return _holds_state(thing, _DEPTH, [None] * _MOST_VALUES) or (part is Belongs.BESIDE and is_helper(thing))
 
 
-def has_parts(thing: Any) -> bool:
-    """Whether all plain objects that an object has are content: those of a module, an optimizer or the like."""
-    return isinstance(thing, HOLDERS) or _is_optimizer(thing)
+def belongings(thing: Any) -> Belongs:
+    """What the objects are that an object has."""
+    if isinstance(thing, HOLDERS) or _is_optimizer(thing):
+        return Belongs.PART
+    return Belongs.BESIDE if _has_state_beside(thing) else Belongs.NOTHING
+
+
+def _has_state_beside(thing: Any) -> bool:
+    return any(isinstance(held, HOLDERS) for held in list(thing.__dict__.values()))
+
+
+def is_helper(thing: Any) -> bool:
+    """Whether an object, with all that it has, is small and of this program alone: a counter, a schedule, a callback.
+
+    Not what has arrays, data, threads or files: of these there is one, and who uses it must find what belongs to it.
+    """
+    seen: set[int] = set()
+    stack: list[Any] = [(thing,)]
+    while stack:
+        one = stack.pop()
+        parts = parts_of(one, _MOST_HELD) if isinstance(one, BOXES) else list(one.__dict__.values())
+        for part in parts:
+            kind = type(part)
+            if kind in ATOMS or id(part) in seen or isinstance(part, (torch.Tensor, enum.Enum, *HOLDERS)):
+                continue
+            seen.add(id(part))
+            if len(seen) > _MOST_VALUES or kind.__module__.partition(".")[0] in _SHARED or isinstance(part, _DATA):
+                return False
+            if isinstance(part, BOXES) or (is_plain(part) and not _has_state_beside(part)):
+                stack.append(part)
+    return True
 
 
 def _is_optimizer(thing: Any) -> bool:

@@ -1,0 +1,155 @@
+"""What a trainer has besides its model and optimizer: counters, schedules, pools, callbacks, and what stays common."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from this_replica import replica
+from torch import nn
+from torch.utils.data import Dataset
+
+import tfstyle_dist as td
+
+
+@pytest.fixture(params=[td.MirroredStrategy, td.experimental.CentralStorageStrategy])
+def strategy(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with request.param(["cpu:0", "cpu:1"]) as made:
+        yield made
+
+
+class Helper:
+    """Without anything that could be trained, and without tensors before the first step."""
+
+    def __init__(self) -> None:
+        self.count, self.seen, self.recent = 0, [], deque(maxlen=3)
+
+    def note(self, x: torch.Tensor) -> None:
+        self.count += 1
+        self.seen = [*self.seen, x][-2:]
+        self.recent.append(x)
+
+
+class Trainer:
+    def __init__(self, **others: Any) -> None:
+        self.model = nn.Linear(1, 1)
+        self.helper = Helper()
+        self.__dict__.update(others)
+
+
+def noted(strategy: Any, trainer: Trainer, helper: Any) -> list[tuple[int, list[float], list[float]]]:
+    """What each replica has in a helper after three steps."""
+
+    def step(number: int) -> tuple[int, list[float], list[float]]:
+        assert trainer.model is not None
+        helper.note(torch.tensor(10.0 * number + replica()))
+        return helper.count, list(map(float, helper.seen)), list(map(float, helper.recent))
+
+    for number in range(3):
+        result = strategy.run(step, args=(number,))
+    return list(strategy.experimental_local_results(result))
+
+
+OWN = [(3, [10.0 + r, 20.0 + r], [0.0 + r, 10.0 + r, 20.0 + r]) for r in range(2)]
+
+
+@pytest.mark.parametrize("knows_it", [False, True])
+@pytest.mark.parametrize("where", ["attribute", "list", "object", "dict of objects"])
+def test_the_helpers_of_a_trainer_are_each_replicas_own(strategy: Any, where: str, knows_it: bool) -> None:
+    helper, middle = Helper(), Helper()
+    middle.inner = helper  # type: ignore[attr-defined]
+    with strategy.scope():
+        trainer = Trainer(
+            **{"attribute": {"helper": helper}, "list": {"callbacks": [helper]}, "object": {"handler": middle}}.get(
+                where, {"hooks": {"a": middle}}
+            )
+        )
+    if knows_it:
+        helper.trainer = trainer  # type: ignore[attr-defined]
+    assert noted(strategy, trainer, helper) == OWN
+    helper.count = 10
+    counts = strategy.experimental_local_results(strategy.run(lambda: (trainer.model, helper.count)[1]))
+    assert counts in ((10,), (10, 10))  # one value where it is the same object
+
+
+class Data(Dataset[int]):
+    note, count = Helper.note, 0
+
+    def __init__(self) -> None:
+        Helper.__init__(self)  # type: ignore[arg-type]
+
+
+COMMON: dict[str, Any] = {"array": lambda: np.zeros(2), "lock": threading.Lock, "thread": threading.Event}
+
+
+@pytest.mark.parametrize("kind", [*COMMON, "data"])
+def test_what_has_arrays_or_threads_or_data_stays_one_for_all(strategy: Any, kind: str) -> None:
+    """Replicas with counters of their own would write to each other's entries of an array."""
+    helper = Data() if kind == "data" else Helper()
+    if kind != "data":
+        helper.inside = COMMON[kind]()  # type: ignore[union-attr]
+    with strategy.scope():
+        trainer = Trainer(helper=helper)
+    counts: list[int] = []
+
+    def step() -> None:
+        assert trainer.model is not None
+        helper.count += 1
+        counts.append(helper.count)
+
+    for _ in range(2):
+        strategy.run(step)
+    assert counts == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("depth", range(1, 7))
+def test_objects_that_lie_around_a_module_are_found(strategy: Any, depth: int) -> None:
+    with strategy.scope():
+        thing: Any = nn.Linear(1, 1)
+    for _ in range(depth):
+        outer = Helper()
+        outer.inner, thing = thing, outer  # type: ignore[attr-defined]
+
+    def step() -> int:
+        thing.count += 1
+        return thing.count
+
+    for _ in range(3):
+        counts = strategy.experimental_local_results(strategy.run(step))
+    assert counts in ((3,), (3, 3))
+
+
+class Callback:
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = weakref.ref(trainer)
+
+    def end(self, x: torch.Tensor) -> None:
+        trainer = self.trainer()
+        assert trainer is not None
+        trainer.helper.note(x)
+
+
+def test_a_trainer_that_only_a_weak_reference_names(strategy: Any) -> None:
+    with strategy.scope():
+        trainer = Trainer()
+    callback = Callback(trainer)
+
+    def step(number: int) -> int:
+        callback.end(torch.tensor(10.0 * number + replica()))
+        return trainer_of(callback).helper.count
+
+    for number in range(3):
+        counts = strategy.experimental_local_results(strategy.run(step, args=(number,)))
+    assert counts in ((3,), (3, 3))
+
+
+def trainer_of(callback: Callback) -> Trainer:
+    trainer = callback.trainer()
+    assert trainer is not None
+    return trainer
