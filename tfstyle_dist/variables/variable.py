@@ -34,7 +34,7 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         trainable: whether it takes gradients; default: yes, but no for ``ON_READ`` and for integers.
         name: for messages and checkpoints; copies are called ``name``, ``name/replica_1``, ...
         dtype: element type; default: the tensor's own, float32 for Python floats. A tensor of another type is converted
-            (TensorFlow refuses it).
+            (TensorFlow refuses it), but floating numbers are not cut off to integers.
         constraint: called with the value after a ``train`` optimizer has updated it, returns the value to keep, e.g. of
             a norm of at most 1; ``assign`` and plain ``torch.optim`` optimizers do not call it.
         synchronization: when the copies are made equal.
@@ -194,7 +194,8 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
             differ; for a cross-replica write of an ON_READ variable the aggregated value.
 
         Raises:
-            ValueError: wrong shape or dtype; or a bare Python number under SUM with several replicas.
+            ValueError: wrong shape or dtype (a float for integers, a number out of range); or a bare Python number
+                under SUM with several replicas.
             RuntimeError: called in the context of another strategy.
         """
         return self._assign("assign", value)
