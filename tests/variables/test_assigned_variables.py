@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -250,3 +251,78 @@ def test_first_values_and_rows_that_the_dtype_would_cut_off_are_refused() -> Non
     with pytest.raises(InvalidArgumentError, match="scatter_nd_update: variable 'Variable' was given the updates"):
         v.scatter_nd_update([[0]], [1.5])
     assert v.scatter_nd_update([[0]], [3]).tolist() == [3, 2]
+
+
+def mine() -> torch.Tensor:
+    return torch.tensor(float(tfd.get_replica_context().replica_id_in_sync_group + 1))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "total", "left"),
+    [
+        (SUM, [16.0] * 3, [4.0] * 3),
+        (MEAN, [12.0] * 3, [8.0] * 3),
+        (VariableAggregation.ONLY_FIRST_REPLICA, [11.0] * 3, [9.0] * 3),
+        (NONE, [11.0, 12.0, 13.0], [9.0, 8.0, 7.0]),
+    ],
+)
+def test_operators_in_place_add_as_the_aggregation_says(
+    three: tfd.Strategy, aggregation: Any, total: list[float], left: list[float]
+) -> None:
+    with three.scope():
+        added, taken, vector = (
+            tfd.Variable(first, False, aggregation=aggregation) for first in (10.0, 10.0, [10.0] * 2)
+        )
+
+    meter = SimpleNamespace(added=added, taken=taken, vector=vector)
+
+    def step() -> None:
+        meter.added += mine()
+        meter.taken -= mine()
+        meter.vector += mine().double()  # which torch converts and expands
+
+    three.run(step)
+    assert (meter.added is added, meter.taken is taken, meter.vector is vector) == (True, True, True)
+    assert copies(three, added) == total
+    assert copies(three, taken) == left
+    assert copies(three, vector) == [[value] * 2 for value in total]
+
+
+def test_operators_in_place_on_what_each_replica_has(three: tfd.Strategy) -> None:
+    with three.scope():
+        v = tfd.Variable(0.0, synchronization=ON_READ, aggregation=SUM)
+        w = tfd.Variable(0.0, False, aggregation=SUM)
+
+    def step() -> None:
+        nonlocal v
+        v += 1.0
+        v += mine()
+
+    three.run(step)
+    assert copies(three, v) == [2.0, 3.0, 4.0]
+    three.extended.update(w, lambda copy: copy.__iadd__(2.0))
+    w += 1.0  # outside of a step: every copy
+    assert copies(three, w) == [3.0] * 3
+
+
+def test_operators_in_place_are_refused_as_assignments_are(three: tfd.Strategy) -> None:
+    with three.scope():
+        v = tfd.Variable(0.0, False, aggregation=SUM)
+        trained, whole = tfd.Variable(0.0, aggregation=SUM), tfd.Variable(0, aggregation=SUM)
+    for variable, value, told in (
+        (v, 1.0, "cannot be reduced: variable 'Variable' has aggregation SUM"),
+        (trained, torch.tensor(1.0), "a leaf Variable that requires grad"),
+        (whole, torch.tensor(0.5), "can't be cast to the desired output type Long"),
+        (v, torch.ones(2), r"shape \[\] doesn't match the broadcast shape \[2\]"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=told):
+            three.run(lambda variable=variable, value=value: variable.__iadd__(value) and None)
+    central = tfd.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    with central.scope():
+        w = tfd.Variable(0.0, False)
+        summed = tfd.Variable(0.0, False, aggregation=SUM)
+    with pytest.raises(ValueError, match="You must specify an aggregation method"):
+        central.run(lambda: w.__iadd__(mine()) and None)
+    central.run(lambda: summed.__iadd__(mine()) and None)
+    assert summed.numpy() == 3.0
+    central.close()
