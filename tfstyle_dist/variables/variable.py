@@ -36,7 +36,8 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         dtype: element type; default: the tensor's own, float32 for Python floats. A tensor of another type is converted
             (TensorFlow refuses it), but floating numbers are not cut off to integers.
         constraint: called with the value after a ``train`` optimizer has updated it, returns the value to keep, e.g. of
-            a norm of at most 1; ``assign`` and plain ``torch.optim`` optimizers do not call it.
+            a norm of at most 1; ``assign`` and optimizers of ``torch.optim``, also in ``train.Optimizer``, do not call
+            it (of the latter a warning says so).
         synchronization: when the copies are made equal.
         aggregation: how values written by the replicas combine; so do those of ``v += x`` and ``v -= x``, but other
             operations in place (``v.mul_(x)``, ``v[0] = x``) change the replica's own copy alone.
@@ -231,11 +232,11 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         """Subtracts ``delta``; arguments, result and errors as for ``assign_add``."""
         return self._assign("assign_sub", delta)
 
-    def __iadd__(self, value: Any) -> Any:
+    def __iadd__(self, value: Any) -> Any:  # type: ignore[misc]
         """``assign_add`` where that combines the replicas' values, else as in torch; TensorFlow refuses it."""
         return self if write_of_operator(self, "assign_add", value) else super().__iadd__(value)
 
-    def __isub__(self, value: Any) -> Any:
+    def __isub__(self, value: Any) -> Any:  # type: ignore[misc]
         """``assign_sub`` where that combines the replicas' values, else as in torch; TensorFlow refuses it."""
         return self if write_of_operator(self, "assign_sub", value) else super().__isub__(value)
 
