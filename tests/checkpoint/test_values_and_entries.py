@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections import deque, namedtuple
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,26 @@ def test_an_optimizer_whose_state_has_another_form(tmp_path: Path) -> None:
     assert again.own.tolist() == [7.0, 7.0]
     assert again.param_groups[0]["lr"] == 0.1
     assert "momentum_buffer" in again.state[model.weight]
+
+
+def test_a_defaultdict_stays_one(tmp_path: Path) -> None:
+    def empty() -> dict[str, Any]:
+        nested: Any = collections.defaultdict(lambda: collections.defaultdict(list))
+        return {"counts": collections.defaultdict(int), "nested": nested, "listed": [collections.defaultdict(int)]}
+
+    values = empty()
+    values["counts"]["a"] += 1
+    values["nested"]["x"]["y"].append(1)
+    values["listed"][0]["b"] += 2
+    path = Checkpoint(values=values, counts=values["counts"]).save(tmp_path / "ckpt")
+    checkpoint = Checkpoint(values=empty(), counts=collections.defaultdict(int, c=7))
+    checkpoint.restore(path).assert_consumed()
+    assert (checkpoint.values, checkpoint.counts) == (values, {"a": 1})
+    checkpoint.values["counts"]["new"] += 1
+    checkpoint.values["nested"]["x"]["new"].append(1)
+    checkpoint.values["nested"]["new"]["new"].append(1)
+    checkpoint.values["listed"][0]["new"] += 1
+    checkpoint.counts["new"] += 1
+    plain = Checkpoint(counts=None)
+    plain.restore(path).expect_partial()
+    assert type(plain.counts) is dict

@@ -83,6 +83,22 @@ def test_bad_input_is_refused_at_once(two: td.Strategy, dataset: Any, options: A
         two.experimental_distribute_dataset(dataset, **options)
 
 
+def test_a_generator_is_refused_with_what_works_instead(two: td.Strategy) -> None:
+    def generated() -> Iterator[torch.Tensor]:
+        yield from (torch.full((1,), float(i)) for i in range(4))
+
+    class Again:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return generated()
+
+    with pytest.raises(TypeError, match=r"A generator can be read only once.*def __iter__\(self\): return f\(\)"):
+        two.distribute_datasets_from_function(lambda context: generated())
+    dataset = two.distribute_datasets_from_function(lambda context: Again())
+    epochs = [[two.experimental_local_results(batch) for batch in dataset] for _ in range(2)]
+    assert epochs[0] == epochs[1]
+    assert len(epochs[0]) == 2
+
+
 @pytest.mark.parametrize(
     ("batches", "error", "words"),
     [

@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+import tfstyle_dist as td
+from tfstyle_dist.core.errors import InvalidArgumentError
+
 pytestmark = pytest.mark.timeout(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LARGE = 70_000
@@ -74,3 +77,17 @@ def test_a_first_write_in_a_later_run_is_refused_too(cluster: Any, moved: bool) 
     c.coordinator.schedule(step, args=(6,))
     with pytest.raises(RuntimeError, match="wrote to the parameter 'weight'"):
         c.coordinator.join(timeout=30)
+
+
+def test_a_float_is_not_cut_off_on_a_server(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        counter = td.Variable(3)
+    for value in (0.75, [1.0][0]):
+        with pytest.raises(InvalidArgumentError, match=r"its dtype is torch\.int64, which has no fractions"):
+            counter.assign_add(value)
+        c.coordinator.schedule(lambda value=value: counter.assign_add(value) and None)
+        with pytest.raises(ValueError, match=r"its dtype is torch\.int64, which has no fractions"):
+            c.coordinator.join(timeout=30)
+    counter.assign_add(1)
+    assert counter.numpy() == 4

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from this_replica import replica
 
 import tfstyle_dist as tfd
 from tfstyle_dist import IndexedSlices, VariableAggregation, VariableSynchronization
+from tfstyle_dist.core.errors import InvalidArgumentError
 
 ON_READ = VariableSynchronization.ON_READ
 SUM, MEAN, NONE = VariableAggregation.SUM, VariableAggregation.MEAN, VariableAggregation.NONE
@@ -188,3 +191,138 @@ def test_a_variable_of_one_replica_is_gathered_without_an_aggregation() -> None:
         strategy.run(lambda: v.assign_add(torch.tensor([1.0, 1.0])))
         gathered = strategy.gather(v, axis=0)
         assert gathered.tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("op", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize(
+    ("first", "value", "told"),
+    [
+        (
+            torch.tensor(7),
+            0.75,
+            "assigned 0.75, of torch.float32, but its dtype is torch.int64, which has no fractions",
+        ),
+        (torch.tensor(7), 2.0, "has no fractions"),
+        (torch.tensor(7), np.float32(1.5), "has no fractions"),
+        (torch.tensor([7]), np.array([1.5]), "of torch.float64, but its dtype is torch.int64"),
+        (torch.tensor([7, 7]), [1, 0.5], "has no fractions"),
+        (torch.tensor([7]), [torch.tensor(0.5)], "has no fractions"),
+        (torch.tensor(True), 1.0, "torch.bool, which has no fractions"),
+        (torch.tensor(7.0), 1j, "torch.float32, which has no imaginary parts"),
+        (torch.tensor(7, dtype=torch.uint8), -1, "outside of what torch.uint8 can hold"),
+        (torch.tensor([7], dtype=torch.uint8), np.array([256]), "outside of what torch.uint8 can hold"),
+        (torch.tensor(7, dtype=torch.int32), 2**40, "outside of what torch.int32 can hold"),
+        (torch.tensor(True), 2, "outside of what torch.bool can hold"),
+        (torch.tensor(7.0), 1e300, "outside of what torch.float32 can hold"),
+    ],
+)
+def test_what_the_dtype_would_cut_off_is_refused(
+    three: tfd.Strategy, first: Any, value: Any, told: str, op: str
+) -> None:
+    with three.scope():
+        v = tfd.Variable(first, synchronization=ON_READ, aggregation=VariableAggregation.ONLY_FIRST_REPLICA)
+    plain = tfd.Variable(first)
+    for write in (lambda: three.run(lambda: getattr(v, op)(value)), lambda: getattr(plain, op)(value)):
+        with pytest.raises(InvalidArgumentError, match=told):
+            write()
+    assert copies(three, v) == [first.tolist()] * 3
+    assert plain.tolist() == first.tolist()
+
+
+@pytest.mark.parametrize(
+    ("first", "value"),
+    [(7.0, 2), (7.0, 2**70), (7.0, float("inf")), ([7.0], np.array([2])), (7, True), (True, 0), (7, np.int32(2))],
+)
+def test_what_the_dtype_holds_is_taken(first: Any, value: Any) -> None:
+    v = tfd.Variable(first)
+    assert torch.equal(
+        v.assign(value).value(), torch.as_tensor(value).to(v.dtype) if value != 2**70 else 2.0**70 + v * 0
+    )
+
+
+def test_first_values_and_rows_that_the_dtype_would_cut_off_are_refused() -> None:
+    for value in (1.7, [1.0], np.array([1.7]), torch.tensor(1.7)):
+        with pytest.raises(ValueError, match=r"given the initial_value .* torch.int32, which has no fractions"):
+            tfd.Variable(value, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"outside of what torch\.uint8 can hold"):
+        tfd.Variable(-1, dtype=torch.uint8)
+    assert tfd.Variable([], dtype=torch.int32).tolist() == []
+    v = tfd.Variable([1, 2])
+    with pytest.raises(InvalidArgumentError, match="scatter_nd_update: variable 'Variable' was given the updates"):
+        v.scatter_nd_update([[0]], [1.5])
+    assert v.scatter_nd_update([[0]], [3]).tolist() == [3, 2]
+
+
+def mine() -> torch.Tensor:
+    return torch.tensor(float(tfd.get_replica_context().replica_id_in_sync_group + 1))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "total", "left"),
+    [
+        (SUM, [16.0] * 3, [4.0] * 3),
+        (MEAN, [12.0] * 3, [8.0] * 3),
+        (VariableAggregation.ONLY_FIRST_REPLICA, [11.0] * 3, [9.0] * 3),
+        (NONE, [11.0, 12.0, 13.0], [9.0, 8.0, 7.0]),
+    ],
+)
+def test_operators_in_place_add_as_the_aggregation_says(
+    three: tfd.Strategy, aggregation: Any, total: list[float], left: list[float]
+) -> None:
+    with three.scope():
+        added, taken, vector = (
+            tfd.Variable(first, False, aggregation=aggregation) for first in (10.0, 10.0, [10.0] * 2)
+        )
+
+    meter = SimpleNamespace(added=added, taken=taken, vector=vector)
+
+    def step() -> None:
+        meter.added += mine()
+        meter.taken -= mine()
+        meter.vector += mine().double()  # which torch converts and expands
+
+    three.run(step)
+    assert (meter.added is added, meter.taken is taken, meter.vector is vector) == (True, True, True)
+    assert copies(three, added) == total
+    assert copies(three, taken) == left
+    assert copies(three, vector) == [[value] * 2 for value in total]
+
+
+def test_operators_in_place_on_what_each_replica_has(three: tfd.Strategy) -> None:
+    with three.scope():
+        v = tfd.Variable(0.0, synchronization=ON_READ, aggregation=SUM)
+        w = tfd.Variable(0.0, False, aggregation=SUM)
+
+    def step() -> None:
+        nonlocal v
+        v += 1.0
+        v += mine()
+
+    three.run(step)
+    assert copies(three, v) == [2.0, 3.0, 4.0]
+    three.extended.update(w, lambda copy: copy.__iadd__(2.0))
+    w += 1.0  # outside of a step: every copy
+    assert copies(three, w) == [3.0] * 3
+
+
+def test_operators_in_place_are_refused_as_assignments_are(three: tfd.Strategy) -> None:
+    with three.scope():
+        v = tfd.Variable(0.0, False, aggregation=SUM)
+        trained, whole = tfd.Variable(0.0, aggregation=SUM), tfd.Variable(0, aggregation=SUM)
+    for variable, value, told in (
+        (v, 1.0, "cannot be reduced: variable 'Variable' has aggregation SUM"),
+        (trained, torch.tensor(1.0), "a leaf Variable that requires grad"),
+        (whole, torch.tensor(0.5), "can't be cast to the desired output type Long"),
+        (v, torch.ones(2), r"shape \[\] doesn't match the broadcast shape \[2\]"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=told):
+            three.run(lambda variable=variable, value=value: variable.__iadd__(value) and None)
+    central = tfd.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    with central.scope():
+        w = tfd.Variable(0.0, False)
+        summed = tfd.Variable(0.0, False, aggregation=SUM)
+    with pytest.raises(ValueError, match="You must specify an aggregation method"):
+        central.run(lambda: w.__iadd__(mine()) and None)
+    central.run(lambda: summed.__iadd__(mine()) and None)
+    assert summed.numpy() == 3.0
+    central.close()

@@ -223,3 +223,44 @@ def test_replicas_have_their_numbers_in_the_job(rank: int, caplog: pytest.LogCap
         strategy.run(lambda: _make_differ(linear.weight))
     assert f"After run 1 replica {2 * rank + 1} has other values of the parameter 'weight' of Linear" in caplog.text
     assert f"than replica {2 * rank}: the step function" in caplog.text
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_a_variable_that_was_written_past_its_aggregation_is_named(
+    strategy: td.MirroredStrategy, caplog: pytest.LogCaptureFixture, aggregation: str
+) -> None:
+    with strategy.scope():
+        v = td.Variable([1.0, 2.0], False, name="total", aggregation=td.VariableAggregation[aggregation])
+
+    def step() -> None:
+        v[0] = 5.0 + td.get_replica_context().replica_id_in_sync_group
+
+    for _ in range(3):
+        strategy.run(step)
+    (record,) = caplog.records
+    assert "After run 1 replica 1 has another value of the variable 'total' than replica 0" in record.getMessage()
+    assert f"its aggregation is {aggregation}" in record.getMessage()
+
+
+def test_variables_that_may_differ_or_do_not_are_not_named(
+    strategy: td.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    with strategy.scope():
+        same = td.Variable(1.0, aggregation=td.VariableAggregation.SUM)
+        own = td.Variable(1.0, False)
+        read = td.Variable(
+            1.0, synchronization=td.VariableSynchronization.ON_READ, aggregation=td.VariableAggregation.SUM
+        )
+    optimizer = torch.optim.SGD([same], lr=0.1)
+
+    def step() -> None:
+        number = 1.0 + td.get_replica_context().replica_id_in_sync_group
+        optimizer.zero_grad()
+        (same * number).backward()
+        optimizer.step()
+        own.mul_(number)
+        read.mul_(number)
+
+    for _ in range(4):
+        strategy.run(step)
+    assert not caplog.records

@@ -211,6 +211,32 @@ def test_constraints() -> None:
             assert [p.tolist() for p in copies] == [[1.0, -14.0]] * len(copies)
 
 
+@pytest.mark.parametrize("kind", ["mirrored", "one", "wrapped"])
+def test_an_optimizer_of_torch_that_calls_no_constraint_says_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "tfstyle_dist")
+    with make("mirrored") if kind != "one" else tfd.OneDeviceStrategy("cpu:0") as strategy:
+        with strategy.scope():
+            v = tfd.Variable([5.0], name="bounded", constraint=lambda value: value.clamp(max=1.0))
+            free = tfd.Variable([5.0])
+        sgd = torch.optim.SGD([v, free], lr=1.0)
+        optimizer = tfd.train.Optimizer(sgd) if kind == "wrapped" else sgd
+
+        def step() -> None:
+            if kind == "wrapped":
+                optimizer.minimize(lambda: (v * free).sum(), var_list=[v, free])
+            else:
+                (v * free).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for _ in range(3):
+            strategy.run(step)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "Variable 'bounded' has a constraint, but was written by an operation of torch"
+    )
+
+
 @pytest.mark.parametrize("context", ["replica", "cross"])
 @pytest.mark.parametrize("function", [functional.embedding, functional.embedding_bag])
 def test_rows_that_are_bounded_when_they_are_looked_up_are_so_in_every_copy(function: Any, context: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections import Counter, OrderedDict, deque
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -153,6 +154,29 @@ def decode(tree: Any, get: Get, build: Build = sparse_parts.assemble) -> Any:
     if mark not in _RARE:
         raise ValueError(f"{mark[:80]!r} is no kind of value")
     return _RARE[mark](inner, get)
+
+
+def with_factories(value: Any, there: Any) -> Any:
+    """A decoded value, in which what was a ``defaultdict`` is one again: functions are not saved.
+
+    Args:
+        value: what ``decode`` gives: a dict for it.
+        there: what the value takes the place of, which has the functions.
+    """
+    if isinstance(value, list) and isinstance(there, list):
+        return [with_factories(*pair) for pair in zip(value, there, strict=False)] + value[len(there) :]
+    if type(value) is not dict or not isinstance(there, dict):
+        return value
+    makes = there.default_factory if isinstance(there, defaultdict) else None
+    for key, entry in value.items():
+        if isinstance(entry, dict | list) and (key in there or makes is not None):
+            value[key] = with_factories(entry, makes() if makes is not None and key not in there else there[key])
+    if not isinstance(there, defaultdict):
+        return value
+    kept = copy.copy(there)
+    kept.clear()
+    kept.update(value)
+    return kept
 
 
 _RARE: dict[str, Callable[[Any, Get], Any]] = {

@@ -157,7 +157,7 @@ class ValueLeaf(Leaf):
         return codec.encode(self.target, self.path, put)
 
     def load(self, tree: Any, read: Read) -> None:
-        self._replace(codec.decode(tree, all_of(tree, read)))
+        self._replace(codec.with_factories(codec.decode(tree, all_of(tree, read)), self.target))
 
 
 class CounterLeaf(ValueLeaf):

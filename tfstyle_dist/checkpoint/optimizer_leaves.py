@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from tfstyle_dist.checkpoint import codec
 from tfstyle_dist.checkpoint.codec import Put
 from tfstyle_dist.checkpoint.leaves import Leaf, Match, ModuleLeaf, Read, TensorLeaf, all_of
 from tfstyle_dist.checkpoint.on_servers import Source, read_slots, strategy_of
+from tfstyle_dist.checkpoint.parameter_groups import described, misfit, paired
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.parameter_server.client.optimizer_slots import begins_with_state, state_stays_there
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
@@ -98,6 +99,7 @@ class OptimizerLeaf(Leaf):
             "state": {names[i]: self._entry(names[i], e, put) for i, e in state["state"].items() if type(i) is int},
             "param_groups": codec.encode(groups, f"{self.path}/param_groups", put),
             "others": codec.encode(others, self.path, put),
+            "class": described(self.target),
         }
 
     def _on_servers(self, strategy: ParameterServerStrategy) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -122,9 +124,17 @@ class OptimizerLeaf(Leaf):
     def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
         names, groups = set(self._named()), tree["param_groups"]
         found = Match(used=set(codec.tensor_names([tree["param_groups"], tree["others"], tree.get("common")])))
-        if len(groups) != len(self.target.param_groups):
-            here = len(self.target.param_groups)
+        here = len(self.target.param_groups)
+        if len(groups) != here:
             found.problems.append(f"{self.path} has {here} parameter group(s), saved were {len(groups)}")
+        elif self._places(groups) is None:
+            found.problems.append(
+                f"{self.path} has its parameters in other groups than the saved ones, which are "
+                f"{'; '.join(', '.join(group['params']) for group in groups)}: make it with these groups, in any order"
+            )
+        told = misfit(self.target, tree.get("class"), groups)
+        if told:
+            found.problems.append(f"{self.path} {told}: restore into an optimizer of that class")
         for name, entry in tree["state"].items():
             if name in names:
                 found.used.update(codec.tensor_names(entry))
@@ -132,6 +142,11 @@ class OptimizerLeaf(Leaf):
             saved = {name for group in groups for name in group["params"]}
             found.missing += [f"{self.path}/state/{name}" for name in sorted(names - saved)]
         return found
+
+    def _places(self, groups: Sequence[Mapping[str, Any]]) -> list[int] | None:
+        names = iter(self._named())
+        here = [[next(names) for _ in group["params"]] for group in self.target.param_groups]
+        return paired(here, [group["params"] for group in groups])
 
     def load(self, tree: Any, read: Read) -> None:
         """See ``Leaf``: as a state_dict with the numbers that the parameters have here."""
@@ -149,8 +164,9 @@ class OptimizerLeaf(Leaf):
         get = all_of([tree["param_groups"], tree["others"]], read)
         groups = []
         with state_stays_there():
-            for saved, here in zip(tree["param_groups"], self.target.state_dict()["param_groups"], strict=True):
-                groups.append({**codec.decode(saved, get), "params": here["params"]})
+            places = self._places(tree["param_groups"]) or ()
+            for place, here in zip(places, self.target.state_dict()["param_groups"], strict=True):
+                groups.append({**codec.decode(tree["param_groups"][place], get), "params": here["params"]})
             self.target.load_state_dict({"state": state, "param_groups": groups, **codec.decode(tree["others"], get)})
         if strategy is not None:
             strategy.sent_hyperparameters.pop(self.target, None)  # all of them count, also what is as it was sent
@@ -159,7 +175,8 @@ class OptimizerLeaf(Leaf):
     def add(self, tree: Any, read: Read, taken: Collection[str]) -> None:
         """Takes the state of parameters that it did not know by name when it took its own.
 
-        What has state already keeps it, and so do the groups: the program may have trained since then.
+        What has state already keeps it, and so do the groups: the program may have trained since then. Groups that
+        still have the settings which they took by their places get their own ones, now that names tell which these are.
 
         Args:
             tree: as for ``load``.
@@ -178,10 +195,20 @@ class OptimizerLeaf(Leaf):
             self._load_on_servers(strategy, {**tree, "state": new}, read, numbers)
             return
         state = self.target.state_dict()
+        self._change_places(state["param_groups"], tree["param_groups"], read)
         for name, entry in new.items():
             number = numbers[name]
             state["state"][number] = _placed(codec.decode(entry, all_of(entry, read)), parameters[number])
         self.target.load_state_dict(state)
+
+    def _change_places(self, groups: list[dict[str, Any]], saved: Any, read: Read) -> None:
+        places = self._places(saved) if len(saved) == len(groups) else None
+        if places is None or places == sorted(places):
+            return
+        settings = codec.decode(saved, all_of(saved, read))
+        for number, (group, place) in enumerate(zip(groups, places, strict=True)):
+            if all(key == "params" or group.get(key) == value for key, value in settings[number].items()):
+                group.update({**settings[place], "params": group["params"]})
 
     def _lacks(self, parameter: torch.Tensor, entry: Any, taken: Collection[str]) -> bool:
         return not self.target.state.get(parameter) and not set(codec.tensor_names(entry)) <= set(taken)

@@ -24,8 +24,9 @@ def refuse(dataset: Any) -> None:
         )
     if isinstance(dataset, Iterator):
         raise TypeError(
-            f"A {what} can be read only once, so a second epoch would be empty. Pass an object whose __iter__ starts "
-            "anew (an IterableDataset, a DataLoader, a list), or strategy.distribute_datasets_from_function."
+            f"A {what} can be read only once, so a second epoch would be empty. Give an object whose __iter__ starts "
+            "anew: a DataLoader, a list, or instead of what a generator function f() returns an object of a class with "
+            "def __iter__(self): return f().",
         )
     iterable = isinstance(dataset, Iterable | Dataset) or (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")

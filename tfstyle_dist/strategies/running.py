@@ -147,7 +147,7 @@ def _run_replicas(
         store.contents.settings.of_groups.explain(error)
         report_failure(strategy, error)
         raise
-    say_drift(store.contents, store.runs, strategy.worker.replica_id)
+    say_drift(store, store.contents, strategy.worker.replica_id)
     return result
 
 

@@ -78,6 +78,38 @@ def assign(variable: Variable, op: str, value: Any) -> Any:
     return variable
 
 
+def write_of_operator(variable: Variable, op: str, value: Any) -> bool:
+    """Writes what ``v += x`` or ``v -= x`` adds in a replica, where a write combines the replicas' values.
+
+    Args:
+        variable: any; of others torch writes to the copy that the calling thread means.
+        op: ``assign_add`` or ``assign_sub``.
+        value: what torch adds to such a tensor, also of a dtype or shape that it converts.
+
+    Returns:
+        Whether it has been written.
+    """
+    record = variable._tfstyle_record
+    index, several = record.index(), record.store.worker.num_replicas > 1
+    local = record.synchronization is VariableSynchronization.ON_READ or (
+        record.aggregation is VariableAggregation.NONE and record.placement is not Placement.CENTRAL
+    )
+    if index is None or not several or local or record.updating() is not None or variable._tfstyle_plain():
+        return False
+    value, copy = value._tfstyle_value() if isinstance(value, Replicated) else value, record.components[index]
+    has_graph = copy.requires_grad and torch.is_grad_enabled()
+    numbers = isinstance(value, torch.Tensor | int | float | complex)
+    if has_graph or not numbers or not torch.can_cast(torch.result_type(copy, value), copy.dtype):
+        return False  # torch says what is wrong, here and below
+    if isinstance(value, torch.Tensor) or record.aggregation is not VariableAggregation.SUM:
+        value = torch.as_tensor(value).detach().to(copy.dtype)
+        if value.dim() > copy.dim() or torch.broadcast_shapes(value.shape, copy.shape) != copy.shape:
+            return False
+        value = value.expand(copy.shape)
+    variable._assign(op, value)
+    return True
+
+
 def _together(variable: Variable, op: str, value: Any, replica: Replica) -> None:
     """ON_WRITE with SUM, MEAN or ONLY_FIRST_REPLICA in replica context: one joint write."""
     record = variable._tfstyle_record

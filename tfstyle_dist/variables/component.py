@@ -14,6 +14,7 @@ from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, true_device, widened
 from tfstyle_dist.values import PerReplica, Share, may_be_nan, without_nothing
+from tfstyle_dist.variables.given_values import tensor_of
 from tfstyle_dist.variables.number_methods import NumberMethods
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.replicated import Replicated
@@ -99,7 +100,7 @@ def checked(value: Any, like: torch.Tensor, name: str) -> torch.Tensor:
     """``value`` as a tensor that fits the variable.
 
     Raises:
-        InvalidArgumentError: wrong shape or dtype.
+        InvalidArgumentError: wrong shape or dtype, or numbers that the dtype cannot hold.
     """
     if isinstance(value, Replicated):
         value = value._tfstyle_value()
@@ -113,13 +114,7 @@ def checked(value: Any, like: torch.Tensor, name: str) -> torch.Tensor:
             )
         tensor = tensor.to(where)
     else:
-        try:
-            tensor = torch.as_tensor(value, dtype=like.dtype, device=where)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidArgumentError(
-                f"Variable {name!r} was assigned {value!r}, which is no tensor of {like.dtype}: {error}. Pass a "
-                "number, an array or a tensor."
-            ) from error
+        tensor = tensor_of(value, like.dtype, lambda: f"Variable {name!r} was assigned {value!r}").to(where)
     if tensor.shape != like.shape:
         raise InvalidArgumentError(
             f"Variable {name!r} has shape {tuple(like.shape)}, but the assigned value has shape {tuple(tensor.shape)}; "

@@ -15,6 +15,7 @@ from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.values import DistributedValues, PerReplica
 from tfstyle_dist.variables.component import VariableComponent
 from tfstyle_dist.variables.function_calls import give_values_to_functions
+from tfstyle_dist.variables.given_values import refuse_other_kind, tensor_of
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.record import Record
 
@@ -93,10 +94,18 @@ class VariableSpec:
             with torch.no_grad():
                 if isinstance(value, torch.Tensor):
                     tensor = value.detach().clone()
-                    return tensor if self.dtype is None else tensor.to(self.dtype)
-                return torch.tensor(value, dtype=self.dtype)
+                    if self.dtype is None:
+                        return tensor
+                    refuse_other_kind(lambda: self._told(value), tensor.dtype, self.dtype)
+                    return tensor.to(self.dtype)
+                if self.dtype is not None:
+                    return tensor_of(value, self.dtype, lambda: self._told(value)).clone()
+                return torch.tensor(value)
         except (TypeError, RuntimeError) as error:
             raise ValueError(f"initial_value {value!r} is not a number, list, array or tensor: {error}") from error
+
+    def _told(self, value: Any) -> str:
+        return f"Variable {self.name or 'Variable'!r} was given the initial_value {value!r}"
 
     def is_trainable(self) -> bool:
         """``trainable``, or its default for the synchronization."""

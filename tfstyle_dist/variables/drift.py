@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
+from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.logging import get_logger, warn_once
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.known_tensors import find_record
+
+if TYPE_CHECKING:
+    from tfstyle_dist.variables.store import ParameterStore
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-6  # what other devices or kernels may round differently
 _KINDS = (torch.Tensor, torch.nn.Parameter)  # what a class of its own compares is its affair
@@ -18,21 +23,25 @@ AT_A_TIME = 1 << 22  # elements that are compared at once, for which there must 
 _given_up: weakref.WeakSet[ReplicaContents] = weakref.WeakSet()
 
 
-def say_drift(contents: ReplicaContents, runs: int, number_of: Callable[[int], int]) -> None:
-    """Warns, once for each parameter, of those that are trained and have other values on another replica.
+def say_drift(store: ParameterStore, contents: ReplicaContents, number_of: Callable[[int], int]) -> None:
+    """Warns, once for each, of parameters that are trained and have other values on another replica.
+
+    So it does of variables whose copies are to be equal.
 
     It looks after runs 1, 2, 4, 8, ..., so that it costs nothing in the end. Where it cannot look (memory has run out,
     a kind of parameter cannot be compared) it stops looking: the run before it has succeeded.
 
     Args:
-        contents: of the replicas, between two runs.
-        runs: how many there were.
+        store: of the strategy, between two runs.
+        contents: of its replicas.
         number_of: tells the number that a replica of this process has in the job.
     """
+    runs = store.runs
     if contents.may_differ or runs & (runs - 1) or contents in _given_up:
         return
     try:
         _look(contents, runs, number_of)
+        _look_at_variables(store, runs, number_of)
     except Exception as error:
         _given_up.add(contents)
         get_logger().debug("Whether the replicas have other weights is not looked at any more: %r", error)
@@ -48,6 +57,26 @@ def _look(contents: ReplicaContents, runs: int, number_of: Callable[[int], int])
             if different is not None:
                 who = f"After run {runs} replica {number_of(different)}"
                 _warn(parameter, contents, who, number_of(contents.first), _settings(contents, different))
+
+
+def _look_at_variables(store: ParameterStore, runs: int, number_of: Callable[[int], int]) -> None:
+    """Those whose copies a step may write together only; of others, ``NONE`` and ``ON_READ``, each may have its own."""
+    for record in store.records("variable"):
+        alone = record.aggregation is VariableAggregation.NONE
+        if alone or record.synchronization is VariableSynchronization.ON_READ:
+            continue
+        first, *others = (copy.detach() for copy in record.components)
+        different = next((r for r, other in enumerate(others, 1) if _differ(first, other)), None)
+        if different is not None:
+            warn_once(
+                f"drift {id(record)}",
+                f"After run {runs} replica {number_of(different)} has another value of the variable "
+                f"{record.describe()!r} than replica {number_of(0)}, although its aggregation is "
+                f"{record.aggregation.name}: an operation of torch in place (v.add_(x), v.mul_(x), v[0] = x, v *= x) "
+                "changes the replica's own copy alone, without the aggregation, and outside of a step the first copy "
+                "is read. Write v.assign(value), v.assign_add(value) or v += value, or create it with "
+                "synchronization=ON_READ if each replica is to have its own value.",
+            )
 
 
 def can_be_compared(parameter: torch.Tensor) -> bool:

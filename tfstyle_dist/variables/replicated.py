@@ -14,6 +14,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableSynchronization
 from tfstyle_dist.core.errors import WrongContextError
+from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.variables.alias import aliased
 from tfstyle_dist.variables.record import Placement, Record, raw
@@ -68,9 +69,21 @@ def _spread(targets: Sequence[Any], stored: Sequence[torch.Tensor]) -> None:
         if record is None:
             continue
         record.changes += 1
+        if getattr(tensor, "_tfstyle_constraint", None) is not None and record.component().grad is not None:
+            _say_unconstrained(record)
         on_read = record.kind == "variable" and record.synchronization is VariableSynchronization.ON_READ
         if record.index() is None or record.placement is Placement.REMOTE:
             tensor.assign(value) if on_read else record.fan_out()
+
+
+def _say_unconstrained(record: Record) -> None:
+    warn_once(
+        f"constraint {id(record)}",
+        f"Variable {record.local_name!r} has a constraint, but was written by an operation of torch, as optimizers of "
+        "torch.optim write: only optimizers of train call constraints, so the value need not satisfy it. Use one of "
+        "those, e.g. train.GradientDescentOptimizer, or write variable.assign(variable.constraint(variable.value())) "
+        "after each step.",
+    )
 
 
 def _resolve(value: Any) -> Any:

@@ -13,6 +13,7 @@ from tfstyle_dist.cross_device_ops.collective import gather_over_workers, true_d
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.values.indexed_slices import as_slices
 from tfstyle_dist.variables.component import apart, divided, write_lock, written
+from tfstyle_dist.variables.given_values import tensor_of
 from tfstyle_dist.variables.record import Placement, Record
 
 if TYPE_CHECKING:
@@ -104,9 +105,10 @@ def _rows_of_places(op: str, indices: Any, updates: Any, like: torch.Tensor, nam
     """``variable[indices[i, 0], indices[i, 1], ...] = updates[i]``: the first dimensions count as one."""
     device = true_device(like)
     places = torch.as_tensor(indices).detach().to(device, torch.int64)
-    values = (
-        torch.as_tensor(updates, dtype=None if isinstance(updates, torch.Tensor) else like.dtype).detach().to(device)
-    )
+    if not isinstance(updates, torch.Tensor):
+        given = updates
+        updates = tensor_of(given, like.dtype, lambda: f"{op}: variable {name()!r} was given the updates {given!r}")
+    values = updates.detach().to(device)
     depth = places.shape[-1] if places.dim() else 0
     rest = tuple(like.shape[depth:])
     if not 1 <= depth <= like.dim() or tuple(values.shape) != (*places.shape[:-1], *rest) or values.dtype != like.dtype:

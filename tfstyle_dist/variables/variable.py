@@ -10,7 +10,7 @@ import torch
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.runtime.context import current_frame, current_replica
 from tfstyle_dist.values import DistributedValues
-from tfstyle_dist.variables.assigning import assign
+from tfstyle_dist.variables.assigning import assign, write_of_operator
 from tfstyle_dist.variables.common_objects import in_elastic_job
 from tfstyle_dist.variables.component import read_across_replicas
 from tfstyle_dist.variables.creation import VariableSpec, copy_variable, default_creator
@@ -34,11 +34,13 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         trainable: whether it takes gradients; default: yes, but no for ``ON_READ`` and for integers.
         name: for messages and checkpoints; copies are called ``name``, ``name/replica_1``, ...
         dtype: element type; default: the tensor's own, float32 for Python floats. A tensor of another type is converted
-            (TensorFlow refuses it).
+            (TensorFlow refuses it), but floating numbers are not cut off to integers.
         constraint: called with the value after a ``train`` optimizer has updated it, returns the value to keep, e.g. of
-            a norm of at most 1; ``assign`` and plain ``torch.optim`` optimizers do not call it.
+            a norm of at most 1; ``assign`` and optimizers of ``torch.optim``, also in ``train.Optimizer``, do not call
+            it (of the latter a warning says so).
         synchronization: when the copies are made equal.
-        aggregation: how values written by the replicas combine.
+        aggregation: how values written by the replicas combine; so do those of ``v += x`` and ``v -= x``, but other
+            operations in place (``v.mul_(x)``, ``v[0] = x``) change the replica's own copy alone.
 
     Raises:
         ValueError: ``NONE`` synchronization under a mirrored strategy, ``MEAN`` of integers, or a bad initial value.
@@ -194,7 +196,8 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
             differ; for a cross-replica write of an ON_READ variable the aggregated value.
 
         Raises:
-            ValueError: wrong shape or dtype; or a bare Python number under SUM with several replicas.
+            ValueError: wrong shape or dtype (a float for integers, a number out of range); or a bare Python number
+                under SUM with several replicas.
             RuntimeError: called in the context of another strategy.
         """
         return self._assign("assign", value)
@@ -228,6 +231,14 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
     ) -> Any:
         """Subtracts ``delta``; arguments, result and errors as for ``assign_add``."""
         return self._assign("assign_sub", delta)
+
+    def __iadd__(self, value: Any) -> Any:  # type: ignore[misc]
+        """``assign_add`` where that combines the replicas' values, else as in torch; TensorFlow refuses it."""
+        return self if write_of_operator(self, "assign_add", value) else super().__iadd__(value)
+
+    def __isub__(self, value: Any) -> Any:  # type: ignore[misc]
+        """``assign_sub`` where that combines the replicas' values, else as in torch; TensorFlow refuses it."""
+        return self if write_of_operator(self, "assign_sub", value) else super().__isub__(value)
 
     def _tfstyle_scatter(self, op: str, sparse_delta: Any) -> Any:
         return scatter(self, op, sparse_delta)

@@ -1,0 +1,82 @@
+"""Numbers, lists and arrays that a program gives to a variable, as tensors of its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tfstyle_dist.core.errors import InvalidArgumentError
+
+_WHAT_TORCH_RAISES = (TypeError, ValueError, RuntimeError, OverflowError)
+
+
+def refuse_other_kind(told: Callable[[], str], given: torch.dtype, dtype: torch.dtype) -> None:
+    """Refuses what a conversion would cut off without a word: fractions and imaginary parts, as TensorFlow does.
+
+    Args:
+        told: tells what was given to which variable, for the message.
+        given: dtype of the numbers given.
+        dtype: of the variable.
+
+    Raises:
+        InvalidArgumentError: floating numbers for integers or bools, or complex ones for real ones.
+    """
+    if given.is_complex and not dtype.is_complex:
+        lost = "imaginary parts"
+    elif given.is_floating_point and not (dtype.is_floating_point or dtype.is_complex):
+        lost = "fractions"
+    else:
+        return
+    raise InvalidArgumentError(
+        f"{told()}, of {given}, but its dtype is {dtype}, which has no {lost}. Create it with a dtype that has "
+        f"them, e.g. dtype={given}, or write torch.as_tensor(value).to({dtype}) if they may be cut off."
+    )
+
+
+def tensor_of(value: Any, dtype: torch.dtype, told: Callable[[], str]) -> torch.Tensor:
+    """What is no tensor yet as one, on the CPU; it may share the memory of an array.
+
+    Args:
+        value: number, nested list or array.
+        dtype: of the variable.
+        told: tells what was given to which variable, for messages.
+
+    Raises:
+        InvalidArgumentError: no numbers, numbers of another kind, or outside of what the dtype can hold.
+    """
+    try:
+        given = torch.as_tensor(value, device="cpu")
+    except _WHAT_TORCH_RAISES:  # whole numbers that no int64 holds: a dtype that holds them takes them as they are
+        given = None
+    if given is not None and given.numel():
+        refuse_other_kind(told, given.dtype, dtype)
+        if not _holds(dtype, value, given):
+            raise InvalidArgumentError(
+                f"{told()}, which is outside of what {dtype} can hold. Create the variable with a wider dtype, or "
+                f"write torch.as_tensor(value).to({dtype}) if another number is meant."
+            )
+    try:
+        return torch.as_tensor(value, dtype=dtype, device="cpu")
+    except _WHAT_TORCH_RAISES as error:
+        raise InvalidArgumentError(
+            f"{told()}, which is no tensor of {dtype}: {error}. Pass a number, an array or a tensor."
+        ) from error
+
+
+def _holds(dtype: torch.dtype, value: Any, given: torch.Tensor) -> bool:
+    """Whether every number is inside the range of the dtype; an infinite one is in that of floats."""
+    if dtype.is_complex or dtype == torch.float64:
+        return True
+    if dtype.is_floating_point:
+        if given.dtype == dtype and isinstance(value, np.ndarray):
+            return True
+        exact = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+        return bool((exact.to(dtype).float().isfinite() | ~exact.isfinite()).all())
+    if given.dtype == dtype:
+        return True
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    numbers = given.numpy()  # torch finds no least and greatest one of the wide unsigned dtypes
+    return low <= int(numbers.min()) and int(numbers.max()) <= high
