@@ -66,7 +66,7 @@ class LeadingUpdateRunner(UpdateRunner):
         changed = around_closure(outside, args, kwargs)
         if changed is None:  # else the closure makes the gradients
             own.note_gradients()
-        own.wait(f"{type(optimizer).__name__}.step")
+        own.barrier(f"{type(optimizer).__name__}.step")
         self._refuse_turns_within(own)
         self._open.append(own)
         own.begin()
@@ -93,7 +93,7 @@ class LeadingUpdateRunner(UpdateRunner):
         if isinstance(frame, _Update):
             frame.end()
             self._open.remove(frame)
-            frame.wait(f"end of {type(optimizer).__name__}.step", UPDATE)
+            frame.barrier(f"end of {type(optimizer).__name__}.step", UPDATE)
             vars(optimizer).update(frame.told)
 
     def restore(self, error: Exception | None = None) -> None:
@@ -158,7 +158,7 @@ class _Update(Frame):
         reducer, number = self.strategy.gradient_reducer, self.replica.local_replica_id
         self._gradients = own_gradients(reducer, self._records, number, keep)
 
-    def wait(self, kind: str, phase: int = WAIT) -> None:
+    def barrier(self, kind: str, phase: int = WAIT) -> None:
         """All replicas come to the update, or to its end.
 
         Raises:
