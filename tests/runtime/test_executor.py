@@ -68,6 +68,22 @@ def test_the_same_error_object_with_a_note(executor: ReplicaExecutor) -> None:
     assert executor.run([lambda run: 1] * 2) == [1, 1]
 
 
+def test_a_generator_in_which_another_replica_waits_is_explained(executor: ReplicaExecutor) -> None:
+    def goes_on() -> Iterator[Any]:
+        while True:
+            run, replica = yield
+            run.barrier(replica, "call", None, lambda payloads: payloads)
+
+    shared: Any = goes_on()
+    next(shared)
+    with pytest.raises(ValueError, match="generator already executing") as caught:
+        executor.run([lambda run, replica=replica: shared.send((run, replica)) for replica in range(2)])
+    where, why = caught.value.__notes__
+    assert where == "[tfstyle_dist] raised in replica 1 of 2 on this worker"
+    assert "The replicas of one process share a generator" in why
+    assert "Write the step as a function" in why
+
+
 def test_an_abort_raised_by_hand_is_no_silent_success(executor: ReplicaExecutor) -> None:
     def fail(run: Any) -> None:
         raise ReplicaAborted("by hand")

@@ -162,7 +162,7 @@ def test_where_memory_has_run_out_the_step_has_succeeded_and_nothing_is_looked_a
         return float(linear.weight.detach()[0, 0])
 
     caplog.set_level(logging.DEBUG, "tfstyle_dist")
-    monkeypatch.setattr(drift, "_differ", no_memory)
+    monkeypatch.setattr(drift, "differ", no_memory)
     contents = strategy.parameter_store.contents
     assert contents is not None
     monkeypatch.setattr(contents, "distrust", lambda: pytest.fail("the step has succeeded"))

@@ -10,7 +10,8 @@ import torch
 
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.optimizer_step import TOLD_BY_SCALERS, UpdateRunner, around_closure
-from tfstyle_dist.runtime.clocks import UPDATE
+from tfstyle_dist.gradients.own_gradients import Own, own_gradients, say_different
+from tfstyle_dist.runtime.clocks import UPDATE, WAIT
 from tfstyle_dist.runtime.context import Frame, Replica, StrategyInForce, current_frame, pop, push
 from tfstyle_dist.variables.copies import Copier, copied
 from tfstyle_dist.variables.record import Record
@@ -49,10 +50,6 @@ class LeadingUpdateRunner(UpdateRunner):
         if strategy is None or replica is None or frame is None or frame.component is not None:
             return None
         own = _Update(strategy, replica, optimizer, records, self._writing)
-        replica.barrier(f"{type(optimizer).__name__}.step", None, lambda payloads: payloads)
-        self._refuse_turns_within(own)
-        self._open.append(own)
-        own.begin()
 
         def outside(closure: Any) -> Any:
             """A closure is the replica's own code: it sees its own content."""
@@ -60,12 +57,20 @@ class LeadingUpdateRunner(UpdateRunner):
             own.is_in_step = False
             try:
                 result = closure()
+                own.note_gradients(keep=True)
             finally:
                 own.begin()
             own.is_in_step = True
             return result
 
-        return around_closure(outside, args, kwargs)
+        changed = around_closure(outside, args, kwargs)
+        if changed is None:  # else the closure makes the gradients
+            own.note_gradients()
+        own.barrier(f"{type(optimizer).__name__}.step")
+        self._refuse_turns_within(own)
+        self._open.append(own)
+        own.begin()
+        return changed
 
     def _refuse_turns_within(self, own: _Update) -> None:
         """A replica that begins while another one updates would take the parameters out of the one optimizer.
@@ -88,8 +93,7 @@ class LeadingUpdateRunner(UpdateRunner):
         if isinstance(frame, _Update):
             frame.end()
             self._open.remove(frame)
-            kind = f"end of {type(optimizer).__name__}.step"
-            frame.replica.barrier(kind, None, lambda payloads: payloads, UPDATE)
+            frame.barrier(f"end of {type(optimizer).__name__}.step", UPDATE)
             vars(optimizer).update(frame.told)
 
     def restore(self, error: Exception | None = None) -> None:
@@ -124,7 +128,7 @@ class _Update(Frame):
         is_in_step: in the step or a hook of it, not in a closure that the step has called.
     """
 
-    __slots__ = ("_attributes", "_before", "_records", "_writing", "is_in_step", "optimizer", "told")
+    __slots__ = ("_attributes", "_before", "_gradients", "_records", "_writing", "is_in_step", "optimizer", "told")
     replica: Replica
 
     def __init__(
@@ -138,6 +142,7 @@ class _Update(Frame):
         super().__init__(strategy, replica, component=0)
         self.optimizer, self._records = optimizer, records
         self._attributes: dict[str, Any] = {}
+        self._gradients: Own = {}
         self._writing, self._before = writing, dict[int, torch.Tensor]()
         own = vars(optimizer)
         self.told = {name: own.pop(name) for name in TOLD_BY_SCALERS if name in own}
@@ -147,6 +152,27 @@ class _Update(Frame):
     def leads(self) -> bool:
         """Whether the update is made in this replica."""
         return self.replica.local_replica_id == 0
+
+    def note_gradients(self, keep: bool = False) -> None:
+        """The replica has made the gradients that are applied; ``keep``: the update may change them meanwhile."""
+        reducer, number = self.strategy.gradient_reducer, self.replica.local_replica_id
+        self._gradients = own_gradients(reducer, self._records, number, keep)
+
+    def barrier(self, kind: str, phase: int = WAIT) -> None:
+        """All replicas come to the update, or to its end.
+
+        Raises:
+            RuntimeError: they have set gradients that differ, and that would count for the first one alone.
+        """
+        summed, name = self.strategy.gradient_reducer.summed, type(self.optimizer).__name__
+
+        def compare(all_own: list[Own]) -> list[str]:
+            summed.difference_update(map(id, self._records))
+            return [say_different(name, all_own)] * len(all_own)
+
+        own, self._gradients = self._gradients, {}
+        if told := self.replica.barrier(kind, own, compare, phase):
+            raise RuntimeError(told)
 
     @untraced
     def begin(self) -> None:

@@ -75,6 +75,7 @@ class GradientReducer(abc.ABC):
         own_sum: what sums in this process in the place of ``method``, if the user defined it.
         drift: compares the workers' parameters, if each has its own.
         accumulated: whether a gradient may ever have been accumulated without reduction.
+        summed: by ``id``, the records whose gradients a pass of local replicas has summed since an optimizer stepped.
         meets_in_backward: whether the replicas have met in a backward pass, e.g. in the gradient of an ``all_reduce``.
             Buckets are then kept until its end: workers that use different parameters would send them before and
             after such a meeting, and their libraries know calls by their order alone.
@@ -90,6 +91,7 @@ class GradientReducer(abc.ABC):
         self.worker, self.store, self.bytes_per_pack = worker, store, bytes_per_pack
         self.method = AggregationMethod.validate(method)
         self.states: dict[int, list[GradientState]] = {}
+        self.summed: set[int] = set()
         self._accumulating = [0] * worker.num_local_replicas
         self._plan: ReductionPlan | None = None
         self._plan_version = self._clean_version = -1

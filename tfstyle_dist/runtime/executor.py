@@ -13,7 +13,7 @@ from typing import Any
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice, is_accelerator, made_current
 from tfstyle_dist.core.errors import ReplicaAborted
-from tfstyle_dist.runtime import interrupts
+from tfstyle_dist.runtime import interrupts, turn_reports
 from tfstyle_dist.runtime.ambient import Ambient
 from tfstyle_dist.runtime.clocks import STOPPED, Clock
 from tfstyle_dist.runtime.cores import Core
@@ -192,6 +192,7 @@ class ReplicaExecutor:
     def _fail(self, run: TurnRun, replica: int, error: BaseException) -> None:
         if run.error is None:
             error.add_note(f"[tfstyle_dist] raised in replica {replica} of {run.count} on this worker")
+            turn_reports.explain_generator(error, run.count)
         run.raised(replica, error)
 
     def _acquire_team(self) -> Team:

@@ -119,3 +119,19 @@ def first_is_late(call: Call | None, deadline: Deadline, stacks: str) -> str:
         f"replica 0 did not come to {where} within {deadline}. It runs in the thread that called run, which cannot be "
         f"abandoned: the error is raised when its function returns.\n{stacks}"
     )
+
+
+def explain_generator(error: BaseException, count: int) -> None:
+    """Adds a note to the error of a replica that went on with a generator in which another one waits.
+
+    Args:
+        error: which a step function raised.
+        count: the replicas of this process.
+    """
+    if count > 1 and isinstance(error, ValueError) and error.args == ("generator already executing",):
+        error.add_note(
+            "[tfstyle_dist] The replicas of one process share a generator: while one of them waits for the others in "
+            "it, as in backward(), no other one can go on with it. Write the step as a function that is called for "
+            "each batch, and keep what goes on from step to step in attributes of a module, or of an object that holds "
+            "the model and the optimizer (docs/replicas.md)."
+        )

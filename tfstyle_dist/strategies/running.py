@@ -117,6 +117,8 @@ def _run_counted(strategy: Strategy, fn: Callable[..., Any], arguments: Sequence
     finally:
         if drift is not None:
             drift.end_run()
+        if strategy.parameter_store.contents is not None:
+            strategy.parameter_store.contents.watch(())
         if counts:
             strategy.monitor.end(finished)
 

@@ -67,13 +67,11 @@ class ReplicaContents:
         self.rows = ParameterRows(worker.devices, home, home is not None and worker.computes_elsewhere(home))
         self._buffers = HomeBuffers(home, worker.torch_device(0))
         self._objects: list[ObjectContent] = []
-        self.generators = GeneratorStates()
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
         self._gone = self._failed = self._ends = self._released = False
-        self.settings = SharedSettings()
+        self.generators, self.settings = GeneratorStates(), SharedSettings()
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
-        self._marks = ObjectMarks()
-        self._shared = SharedTensors()
+        self._marks, self._shared = ObjectMarks(), SharedTensors()
         self._data = DataWrites(lambda: self.active, self._places, self.rows, lambda: self._objects, self._shared)
         self.data_reads = DataReads(self._data)
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
@@ -97,12 +95,14 @@ class ReplicaContents:
 
     def pause(self, replica: int) -> None:
         """See ``Content``."""
+        self._shared.note(replica)
         self.settings.compare(replica)
         self.rows.compare(replica)
 
     def enter(self, begins: bool = False) -> None:
         """See ``Content``."""
         self._data.count()
+        self._shared.pass_over()
         self._resolve()
         self.finish_taking()
         if begins:

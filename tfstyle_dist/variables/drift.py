@@ -53,7 +53,7 @@ def _look(contents: ReplicaContents, runs: int, number_of: Callable[[int], int])
         record = find_record(parameter)
         if can_be_compared(parameter) and parameter.requires_grad and (record is None or record.leads):
             own = parameter.detach()
-            different = next((r for r in others if _differ(own, _inside(contents, parameter, r).detach())), None)
+            different = next((r for r in others if differ(own, _inside(contents, parameter, r).detach())), None)
             if different is not None:
                 who = f"After run {runs} replica {number_of(different)}"
                 _warn(parameter, contents, who, number_of(contents.first), _settings(contents, different))
@@ -112,12 +112,13 @@ def _settings(contents: ReplicaContents, replica: int) -> str:
     return ""
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether more than rounding, on other devices or by other kernels, makes two dense tensors differ."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return True
     if one.numel() > AT_A_TIME:
         longest = max(range(one.dim()), key=one.size)
-        return any(map(_differ, one.chunk(2, longest), other.chunk(2, longest)))
+        return any(map(differ, one.chunk(2, longest), other.chunk(2, longest)))
     other = other.to(one.device)
     if torch.equal(one, other):
         return False

@@ -21,7 +21,8 @@ class SharedTensors:
         self._carried = CarriedNames(())
 
     def watch(self, tensors: Iterable[torch.Tensor], carrying: Iterable[Carrying]) -> None:
-        """Remembers how often each tensor was written to so far, and which ones variables hold."""
+        """Remembers how often each tensor was written to so far, and which ones variables hold; forgets all others."""
+        self._data.clear()
         self._carried = CarriedNames(carrying)
         self._watched = {id(t): (t, torch_internals.version_of(t)) for t in tensors if not t.is_inference()}
 
@@ -33,8 +34,19 @@ class SharedTensors:
             else:
                 self._data.add(id(tensor), data)
 
+    def note(self, replica: int) -> None:
+        """A replica's turn ends."""
+        self._carried.note(replica)
+
+    def pass_over(self) -> None:
+        """What was written until now was written in cross-replica context, once for all."""
+        self._carried.pass_over()
+        if self._watched:
+            self._watched = {n: (t, torch_internals.version_of(t)) for n, (t, _) in self._watched.items()}
+        self._data.clear()
+
     def say_written(self) -> None:
-        """Says which of them a step has written to, and which variables hold others; forgets them."""
+        """Says which of them a step has written to, and which variables hold others."""
         self._carried.say_carried()
         for number, (tensor, version) in self._watched.items():
             if torch_internals.version_of(tensor) != version or self._data.was_written(number):
@@ -45,5 +57,3 @@ class SharedTensors:
                     "it, so each of them wrote to the same values. If each should have its own, as processes would, "
                     "call strategy.experimental_adopt(tensor), or make it a buffer of a module (docs/replicas.md).",
                 )
-        self._watched, self._carried = {}, CarriedNames(())
-        self._data.clear()

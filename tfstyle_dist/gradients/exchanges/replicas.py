@@ -120,6 +120,7 @@ class ReplicaReducer(GradientReducer):
         return self._watched
 
     def _reduce(self, replica: Replica, touched: dict[int, _New]) -> None:
+        self.summed.update(touched)
         graphs = [(record, grad) for record, grad, _ in touched.values() if grad.requires_grad]
         if graphs:  # create_graph=True
             touched = {key: new for key, new in touched.items() if not new[1].requires_grad}

@@ -1,0 +1,146 @@
+"""Numbers that a step counts in a global or a ``nonlocal`` variable go on once for each replica, which is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tfstyle_dist as td
+from tfstyle_dist.core import logging
+
+TWO = ["cpu:0", "cpu:1"]
+_steps = 0
+_loss = 0.0
+
+
+@pytest.fixture(params=[td.MirroredStrategy, td.experimental.CentralStorageStrategy])
+def strategy(request: pytest.FixtureRequest) -> Iterator[td.Strategy]:
+    logging._said.clear()
+    with request.param(TWO) as strategy:
+        yield strategy
+
+
+def trainer(strategy: td.Strategy) -> Callable[[], None]:
+    """A function that trains, with the calls that all replicas make in it."""
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    return train
+
+
+def said(caplog: pytest.LogCaptureFixture, name: str) -> int:
+    return caplog.text.count(f"reads the variable {name!r} and then gives it another number")
+
+
+def test_a_count_in_a_global_is_said(strategy: td.Strategy, caplog: pytest.LogCaptureFixture) -> None:
+    train = trainer(strategy)
+
+    def step() -> None:
+        global _steps, _loss
+        train()
+        _steps += 1
+        _loss = 0.5 * _steps
+
+    before = _steps
+    for _ in range(3):
+        strategy.run(step)
+    assert _steps == before + 6
+    assert said(caplog, "_steps") == 1
+    assert f"for each of 2 replicas in one run, from {before} to {before + 2}" in caplog.text
+    assert said(caplog, "_loss") == 0  # set, and not read
+
+
+def test_numbers_of_a_closure(strategy: td.Strategy, caplog: pytest.LogCaptureFixture) -> None:
+    train = trainer(strategy)
+    rate, runs, done, total, best, in_all = 1.0, 0, False, 0.0, None, 0
+
+    def step() -> None:
+        nonlocal rate, runs, done, total, best, in_all
+        done = not done
+        total = total + torch.ones(2)  # type: ignore[assignment]
+        best = 1.0 if best is None else best
+        context = td.get_replica_context()
+        if context.replica_id_in_sync_group == 0:
+            runs += 1  # on one replica alone
+        context.merge_call(lambda _: count())
+        train()
+        context.merge_call(lambda _: count())
+        rate *= 0.5
+
+    def count() -> None:
+        nonlocal in_all
+        in_all = in_all + 1
+
+    for _ in range(3):
+        strategy.run(step)
+    assert (rate, runs, in_all) == (0.5**6, 3, 6)
+    assert said(caplog, "rate") == 1
+    assert [said(caplog, name) for name in ("runs", "done", "best", "in_all")] == [0] * 4
+
+
+def test_one_replica_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    logging._said.clear()
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+
+    with td.MirroredStrategy(TWO[:1]) as strategy:
+        strategy.run(step)
+    assert count == 1
+    assert said(caplog, "count") == 0
+
+
+def test_an_attribute_counts_for_each_replica(strategy: td.Strategy, caplog: pytest.LogCaptureFixture) -> None:
+    """What the message says to write."""
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+
+    class Loop:
+        def __init__(self) -> None:
+            self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), lr=0.1)
+            self.steps: Any = 0
+
+        def step(self) -> None:
+            self.steps += 1
+
+    loop = Loop()
+    for _ in range(3):
+        strategy.run(loop.step)
+    assert loop.steps == 3
+    assert "another number" not in caplog.text
+
+
+@pytest.mark.parametrize("call", ["before", "after"])
+def test_a_tensor_is_watched_through_the_whole_run(
+    strategy: td.Strategy, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after a call in whose middle the objects are those of cross-replica context."""
+    train = trainer(strategy)
+    hidden, total, once = torch.zeros(1), torch.zeros(3), torch.zeros(5)
+
+    def step() -> None:
+        nonlocal hidden
+        context = td.get_replica_context()
+        if call == "before":
+            context.merge_call(lambda _: once.add_(1))
+        train()
+        hidden = hidden + 1
+        total.add_(1)
+        if call == "after":
+            context.merge_call(lambda _: once.add_(1))
+
+    strategy.run(step)
+    assert "reads the variable 'hidden' and then gives it another tensor" in caplog.text
+    assert "wrote to a tensor of shape (3,)" in caplog.text
+    assert "wrote to a tensor of shape (5,)" not in caplog.text  # once for all
