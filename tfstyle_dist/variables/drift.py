@@ -66,7 +66,7 @@ def _look_at_variables(store: ParameterStore, runs: int, number_of: Callable[[in
         if alone or record.synchronization is VariableSynchronization.ON_READ:
             continue
         first, *others = (copy.detach() for copy in record.components)
-        different = next((r for r, other in enumerate(others, 1) if _differ(first, other)), None)
+        different = next((r for r, other in enumerate(others, 1) if differ(first, other)), None)
         if different is not None:
             warn_once(
                 f"drift {id(record)}",
