@@ -7,6 +7,7 @@ import types
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from this_replica import replica
@@ -211,15 +212,16 @@ def test_any_object_may_be_adopted(strategy: Any) -> None:
         def __init__(self) -> None:
             self.number, self.seen = 0, [0]
 
-    shared, own = Counter(), strategy.experimental_adopt(Counter())
+    data, own = Counter(), strategy.experimental_adopt(Counter())
+    data.rows, own.rows = (np.zeros(2) for _ in range(2))  # what has arrays is shared, unless it is adopted
 
     def step() -> None:
-        for counter in (shared, own):
+        for counter in (data, own):
             counter.number += 1
             counter.seen.append(replica())
 
     strategy.run(step)
-    assert (shared.number, shared.seen) == (2, [0, 0, 1])
+    assert (data.number, data.seen) == (2, [0, 0, 1])
     assert (own.number, own.seen) == (1, [0, 0])
     own.number = 10
     assert values(strategy, lambda: torch.tensor(own.number)) == [10, 10]

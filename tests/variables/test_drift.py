@@ -52,7 +52,9 @@ def _train(strategy: td.MirroredStrategy, model: nn.Module, runs: int) -> None:
 
 
 class Annealing:
-    """A schedule that holds numbers only, and belongs to a trainer that is no module."""
+    """A schedule whose number replicas share."""
+
+    __slots__ = ("steps",)
 
     def __init__(self) -> None:
         self.steps = 0

@@ -125,6 +125,28 @@ def test_objects_that_lie_around_a_module_are_found(strategy: Any, depth: int) -
     assert counts in ((3,), (3, 3))
 
 
+@pytest.mark.parametrize("named", ["object", "in a list", "method"])
+def test_an_object_of_numbers_that_a_step_names(strategy: Any, named: str) -> None:
+    """Each replica has its own from the first run on, also if it has tensors later."""
+    with strategy.scope():
+        trainer = Trainer()
+    helper, helpers = Helper(), [Helper()]
+    note = helper.note
+
+    def step(number: int) -> tuple[int, str]:
+        assert trainer.model is not None
+        x = torch.tensor(10.0 * number + replica())
+        used = helpers[0] if named == "in a list" else helper
+        note(x) if named == "method" else used.note(x)
+        return used.count, repr(list(map(float, used.recent)))
+
+    for number in range(3):
+        result = strategy.run(step, args=(number,))
+        assert strategy.experimental_local_results(result) == tuple(
+            (number + 1, repr([10.0 * before + r for before in range(number + 1)])) for r in range(2)
+        )
+
+
 class Callback:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = weakref.ref(trainer)

@@ -70,6 +70,8 @@ class Copier:
         """The replica's value."""
         kind = type(value)
         if kind in ATOMS:
+            if kind is weakref.ref and not isinstance(value(), torch.Tensor | None):
+                self._take(value())
             return value
         known = self._known.get(id(value))
         if known is not None:

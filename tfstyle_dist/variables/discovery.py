@@ -20,7 +20,7 @@ import torch
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.carried_names import Carrying, carried_in, with_inner
 from tfstyle_dist.variables.copies import ATOMS
-from tfstyle_dist.variables.state_objects import parts_of
+from tfstyle_dist.variables.state_objects import Belongs, parts_of
 
 _LIBRARIES = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -37,14 +37,15 @@ class Discovery:
     """Finds the objects whose content differs from replica to replica.
 
     Args:
-        take: called with every object that is found; says whether its attributes are content now.
+        take: called with every object that is found, and with what it belongs to; says whether its attributes are
+            content now.
 
     Attributes:
         tensors: what the function names and all replicas share, such as data; not what it is given.
         carrying: the functions that give other values to variables that they have read, and these variables' names.
     """
 
-    def __init__(self, take: Callable[[Any], bool]) -> None:
+    def __init__(self, take: Callable[[Any, Belongs], bool]) -> None:
         self._take = take
         self.tensors: list[torch.Tensor] = []
         self.carrying: list[Carrying] = []
@@ -74,7 +75,9 @@ class Discovery:
         """What was found is not needed any more."""
         self.tensors, self.carrying = [], []
 
-    def _value(self, value: Any, seen: set[int], names: Sequence[str], depth: int) -> None:
+    def _value(
+        self, value: Any, seen: set[int], names: Sequence[str], depth: int, belongs: Belongs = Belongs.BESIDE
+    ) -> None:
         kind = type(value)
         if kind in _NOTHING or id(value) in seen:
             return
@@ -100,11 +103,11 @@ class Discovery:
         elif isinstance(value, list | tuple | dict):
             if depth < 3:
                 for part in parts_of(value, _MOST_LOOKED_AT):
-                    self._value(part, seen, (), depth + 1)
+                    self._value(part, seen, (), depth + 1, belongs)
         elif isinstance(value, torch.Tensor):
-            if not self._take(value) and type(value) is torch.Tensor and not value.requires_grad:
+            if not self._take(value, Belongs.NOTHING) and type(value) is torch.Tensor and not value.requires_grad:
                 self.tensors.append(value)
-        elif not self._take(value) and depth < 2:
+        elif not self._take(value, belongs) and depth < 2:
             self._attributes(value, seen, depth)
 
     def _attributes(self, value: Any, seen: set[int], depth: int) -> None:
@@ -114,11 +117,11 @@ class Discovery:
         held = getattr(value, "__dict__", None)
         if type(held) is dict and len(held) <= _MOST_LOOKED_AT:
             for part in list(held.values()):
-                self._value(part, seen, (), depth + 1)
+                self._value(part, seen, (), depth + 1, Belongs.NOTHING)
         for kind in type(value).__mro__[:-1]:
             for slot in vars(kind).values() if "__slots__" in vars(kind) else ():
                 if isinstance(slot, types.MemberDescriptorType):
-                    self._value(getattr(value, slot.__name__, None), seen, (), depth + 1)
+                    self._value(getattr(value, slot.__name__, None), seen, (), depth + 1, Belongs.NOTHING)
 
     def _function(self, function: types.FunctionType, seen: set[int]) -> None:
         for cell in function.__closure__ or ():

@@ -51,7 +51,7 @@ class Belongs(enum.IntEnum):
     NOTHING = 0
     """It counts if it holds state itself."""
     BESIDE = 1
-    """It lies beside a module, an optimizer or the like in an object of the program: it counts unless it is data."""
+    """A step names it, or it lies beside a module, an optimizer or the like in an object: it counts but for data."""
     PART = 2
     """It is a part of such a one: it counts whatever it holds."""
 

@@ -35,7 +35,7 @@ def places_of(function: Any, arguments: Iterable[Any]) -> list[Place]:
     """
     modules: dict[torch.nn.Module, None] = {}
 
-    def take(value: Any) -> bool:
+    def take(value: Any, _: object) -> bool:
         if isinstance(value, torch.nn.Module):
             modules.update(dict.fromkeys(value.modules()))
             return True
