@@ -144,7 +144,8 @@ class VariableTable:
                 self._step(steps)
                 self._pull(stored, operation, rows, answer, writes)
                 continue
-            shape = parameter.shape if rows is None else (operation.rows, *parameter.shape[1:])
+            rest = () if operation.op == Op.ASSIGN_ELEMENTS else parameter.shape[1:]
+            shape = parameter.shape if rows is None else (operation.rows, *rest)
             value = tensors.take(DTYPES[operation.dtype], shape)
             if value.dtype is not parameter.dtype:
                 value = value.to(parameter.dtype)
