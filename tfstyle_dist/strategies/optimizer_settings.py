@@ -40,18 +40,23 @@ def _setting(optimizer: torch.optim.Optimizer, name: str, value: Any) -> Any:
 
 def changes(
     optimizer: Any, before: Sequence[Mapping[str, Any]] | None, now: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """What the servers are told of new settings: of ``torch.optim`` optimizers only what is new.
+) -> dict[str, list[dict[str, Any]] | None]:
+    """What the servers are told of new settings, and what was there before: of ``torch.optim`` optimizers only these.
 
     A rule may count in its groups, and the servers alone make its steps.
     """
-    if before is None or not isinstance(optimizer, torch.optim.Optimizer):
-        return now
-    return [{k: v for k, v in new.items() if k not in old or old[k] != v} for old, new in zip(before, now, strict=True)]
+    if before is None:
+        return {"groups": now, "before": None}
+    groups, old = now, [dict(group) for group in before]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        pairs = list(zip(before, now, strict=True))
+        groups = [{k: v for k, v in new.items() if k not in old or old[k] != v} for old, new in pairs]
+        old = [{k: group[k] for k in new if k in group} for group, new in zip(before, groups, strict=True)]
+    return {"groups": groups, "before": old}
 
 
 def settings_for_workers(strategy: ParameterServerStrategy) -> dict[int, list[dict[str, Any]]]:
-    """The settings of ``torch.optim`` optimizers by their numbers, as the servers have them from now on.
+    """The settings of ``torch.optim`` optimizers by their numbers, as the servers have them for functions from now on.
 
     A list is another one when something in it is new. Workers take plain values (``only_plain``).
     """

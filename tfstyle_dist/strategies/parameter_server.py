@@ -264,13 +264,16 @@ class ParameterServerStrategy(Strategy):
         return ("shards", [shard.number for shard in record.shards]) if isinstance(record, RemoteRecord) else None
 
     def send_hyperparameters(self, for_functions: bool = False) -> None:
-        """Lets the servers know of changed learning rates and the like; for functions to come hooks are refused."""
+        """Tells the servers of changed learning rates and the like, for functions to come; for these refuses hooks."""
         check_hooks(self._optimizers if for_functions else ())
         for optimizer in list(self._optimizers):
             now, before = hyperparameters(optimizer), self.sent_hyperparameters.get(optimizer)
             if now is not None and now != before:
-                number, groups = self.optimizer_number(optimizer), changes(optimizer, before, now)
-                self.servers.call_all({"method": "hyperparameters", "number": number, "groups": groups})
+                told = {
+                    "number": self.optimizer_number(optimizer),
+                    "since": getattr(self.coordinator, "next_number", 0),
+                }
+                self.servers.call_all({"method": "hyperparameters", **told, **changes(optimizer, before, now)})
                 self.sent_hyperparameters[optimizer] = now
 
     def push_gradients(self, optimizer: Any, pairs: Sequence[tuple[RemoteRecord, torch.Tensor]]) -> None:

@@ -42,6 +42,9 @@ class GradientRule(Protocol):
     def common(self) -> dict[str, Any]:
         """What a checkpoint has of that."""
 
+    def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over learning rates and the like."""
+
     def put_settings(self, settings: Any) -> None:
         """Takes over ``settings``."""
 
