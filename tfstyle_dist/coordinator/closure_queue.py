@@ -62,7 +62,10 @@ class ClosureQueue:
         """Adds a call: see ``Closure``.
 
         Args:
-            function, parts, worker, settings: of it.
+            function: of it.
+            parts: of it.
+            worker: of it.
+            settings: of it.
             values: results among the arguments: the call waits for them.
 
         Raises:
@@ -131,8 +134,7 @@ class ClosureQueue:
     def statistics(self) -> CoordinatorStatistics:
         """Counts of this moment."""
         with self.changed:
-            seen = self._seen_staleness
-            mean = sum(seen) / len(seen) if seen else 0.0
+            mean = sum(self._seen_staleness) / max(len(self._seen_staleness), 1)
             return CoordinatorStatistics(self._count_waiting(), self._running, self.finished, mean)
 
     def _raise_error(self, deadline: Deadline | None) -> None:

@@ -13,6 +13,10 @@ from tfstyle_dist.coordinator.references import Outgoing
 from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 
+_State = tuple[int, tuple[Any, ...]]
+_MOST_MODES = 8
+"""So many combinations of modes of modules are kept in mind for a function."""
+
 
 class PickledFunctions:
     """Pickles a function when it is scheduled for the first time, and again when it would be another one.
@@ -29,24 +33,28 @@ class PickledFunctions:
     def __init__(self, strategy: ParameterServerStrategy, outgoing: Outgoing, lock: threading.RLock) -> None:
         self._strategy, self._outgoing, self._lock = strategy, outgoing, lock
         self.parts: dict[int, list[bytes]] = {}
-        self._by_function: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._by_function: weakref.WeakKeyDictionary[Any, dict[_State, int]] = weakref.WeakKeyDictionary()
         self._by_content: dict[tuple[int, bytes], int] = {}
 
     def number(self, fn: Callable[..., Any]) -> int:
         """Under which the workers know a function."""
-        told = self._strategy.remote_store.retold  # parameters were frozen or added: the workers are to learn of it
+        store = self._strategy.remote_store
+        # Parameters were frozen or added, or model.eval() was called: the workers are to learn of it.
+        state = store.retold, tuple(store._modules.of_each("training"))
         try:
-            number, pickled_at = self._by_function.get(fn, (0, -1))
+            known = self._by_function.get(fn, {})
         except TypeError:
-            pickled_at = -1
-        if pickled_at == told:
-            return number
+            known = {}
+        if state in known:
+            return known[state]
         with self._lock:
             parts = [bytes(p) for p in pickling.dumps(fn, self._outgoing)]
-            told = self._strategy.remote_store.retold
+            state = store.retold, state[1]
             digest = hashlib.sha256(b"".join(parts)).digest()
-            number = self._by_content.setdefault((told, digest), len(self._by_content) + 1)
+            number = self._by_content.setdefault((store.retold, digest), len(self._by_content) + 1)
             self.parts.setdefault(number, parts)
+            # A program goes to and fro between training and evaluation: what was pickled before is found again.
+            kept = {old: n for old, n in known.items() if old[0] == store.retold}
             with contextlib.suppress(TypeError):  # what cannot be referred to weakly is pickled each time
-                self._by_function[fn] = number, told
+                self._by_function[fn] = {**dict(list(kept.items())[-_MOST_MODES:]), state: number}
         return number
