@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import tfstyle_dist as tfd
 from tfstyle_dist.parameter_server.server.told_settings import ToldSettings
 
 pytestmark = pytest.mark.timeout(120)
@@ -81,6 +82,21 @@ def test_settings_of_waiting_functions_are_in_snapshots(cluster: Any, tmp_path: 
     go.touch()
     c.coordinator.join(timeout=60)
     assert float(model.weight.detach()) == -1.875
+
+
+@pytest.mark.parametrize("by_function", [True, False])
+def test_a_rate_that_is_on_servers_is_refused(cluster: Any, by_function: bool) -> None:
+    c = cluster(workers=1, ps=1)
+    model, _, _, _ = made(c, "SGD")
+    with c.strategy.scope():
+        rate = tfd.Variable(1.0, trainable=False, name="rate")
+    optimizer = tfd.train.GradientDescentOptimizer((lambda: rate) if by_function else rate)
+
+    def step() -> None:
+        optimizer.minimize(lambda: model(torch.ones(1, 1)).sum(), var_list=list(model.parameters()))
+
+    with pytest.raises(TypeError, match="GradientDescentOptimizer has 'rate', which is on parameter servers"):
+        c.coordinator.schedule(step)
 
 
 def test_what_is_told_is_found_by_the_function() -> None:

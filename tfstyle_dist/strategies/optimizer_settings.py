@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.server.optimizer_rules import name_of
 from tfstyle_dist.strategies.state_on_servers import send_state
 
@@ -36,6 +37,28 @@ def _setting(optimizer: torch.optim.Optimizer, name: str, value: Any) -> Any:
             "make such a tensor in self.state[parameter], which the servers keep."
         )
     return _plain(value)
+
+
+def references_of(optimizer: Any) -> Callable[[Any], Any]:
+    """What stands for the parameters of an optimizer where it is pickled for the servers: their shards.
+
+    The function raises TypeError for what an optimizer that has no parameters of its own refers to.
+    """
+
+    def reference(value: Any) -> Any:
+        record = getattr(value, "_tfstyle_record", None) if isinstance(value, torch.Tensor) else None
+        if not isinstance(record, RemoteRecord):
+            return None
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{name_of(optimizer)} has {record.describe()!r}, which is on parameter servers, for its learning rate "
+                "or another setting. Each server makes the steps of its own variables and cannot read this one. Give a "
+                "number, or a function that returns one without variables; for a rate that the program changes use an "
+                "optimizer of torch.optim, and set param_groups[0]['lr'] between two calls of schedule()."
+            )
+        return "shards", [shard.number for shard in record.shards]
+
+    return reference
 
 
 def changes(
