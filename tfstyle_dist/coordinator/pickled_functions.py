@@ -40,7 +40,7 @@ class PickledFunctions:
         """Under which the workers know a function."""
         store = self._strategy.remote_store
         # Parameters were frozen or added, or model.eval() was called: the workers are to learn of it.
-        state = store.retold, tuple(store._modules.of_each("training"))
+        state = store.retold, tuple(store.modules.of_each("training"))
         try:
             known = self._by_function.get(fn, {})
         except TypeError:

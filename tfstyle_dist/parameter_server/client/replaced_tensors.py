@@ -33,7 +33,7 @@ def _store_of(module: torch.nn.Module) -> Any:
     if current_frame() is not None:
         return None
     for store in list(_stores):
-        if module in store._modules and (strategy := store.strategy) is not None and not strategy.closed:
+        if module in store.modules and (strategy := store.strategy) is not None and not strategy.closed:
             return store
     return None
 
