@@ -93,6 +93,40 @@ def test_tasks_of_a_dropped_strategy_end(monkeypatch: pytest.MonkeyPatch) -> Non
     wait_until(lambda: not any(map(running, pids)))
 
 
+_FORKS = """
+import os, sys, time
+import torch
+import tfstyle_dist as td
+cluster = td.Server.local_cluster(1, 1)
+strategy = td.ParameterServerStrategy(cluster)
+coordinator = td.coordinator.ClusterCoordinator(strategy)
+def batch():
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    return [b[0].sum().item() for b in torch.utils.data.DataLoader(data, batch_size=4, num_workers=2)]
+def fork():
+    import multiprocessing
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    return child.pid
+batches = coordinator.schedule(batch)
+coordinator.join(timeout=60)
+child = coordinator.schedule(fork).fetch()
+print("pids", *cluster.pids, child)
+assert batches.fetch() == [6.0, 22.0]
+"""
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit(3)", "sys.stdout.flush(); os._exit(3)"])
+def test_a_worker_forks(tmp_path: Path, end: str) -> None:
+    """The child closes its input, as multiprocessing does, while the task waits for the end of that; it ends too."""
+    script = tmp_path / "program.py"
+    script.write_text(_FORKS + end + "\n")
+    done = run_script([str(script)], timeout=90)
+    assert done.returncode == 3, done.stderr
+    pids = [int(word) for word in done.stdout.split("pids")[1].split()[:3]]
+    wait_until(lambda: not any(map(running, pids)))
+
+
 @pytest.mark.parametrize("end", ["raise SystemExit(3)", "import os; sys.stdout.flush(); os._exit(3)"])
 def test_tasks_end_with_the_program(tmp_path: Path, end: str) -> None:
     script = tmp_path / "program.py"

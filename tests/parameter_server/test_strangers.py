@@ -92,6 +92,7 @@ def test_headers_are_checked_before_buffers_are_taken(cluster: Any) -> None:
         "another sum": ([Operation(Op.ADD, 0, number, 0, 0, 8)], 1 << 40, "announces"),
         "no such optimizer": ([Operation(Op.GRADIENT, 0, number, 0, 0, 8, 77)], 16, "no optimizer 77"),
         "very many rows": ([Operation(Op.PULL_ROWS, 0, number, 0, 1 << 60)], 1 << 63, "too many"),
+        "elements of a wrong size": ([Operation(Op.ASSIGN_ELEMENTS, 0, number, 0, 2, 4)], 32, "needs 8 bytes"),
         "rows of a wrong size": ([Operation(Op.ADD_ROWS, 0, number, 0, 2, 4)], 32, "needs 8 bytes"),
     }
     for name, (operations, announced, message) in cases.items():
@@ -107,6 +108,8 @@ def test_headers_are_checked_before_buffers_are_taken(cluster: Any) -> None:
     rows = struct.pack("<2q", 0, 7) + struct.pack("<2f", 1.0, 1.0) + bytes(8)
     raw.batch([Operation(Op.ADD_ROWS, 0, number, 0, 2, 8)], rows, flags=FLAG_INLINE)
     assert "Row numbers 0..7" in raw.answer()[1]["message"]
+    raw.batch([Operation(Op.ASSIGN_ELEMENTS, 0, number, 0, 2, 8)], rows, flags=FLAG_INLINE)
+    assert "Numbers of elements 0..7" in raw.answer()[1]["message"]
     raw.batch([Operation(Op.PULL, 0, number)], b"", 0, flags=0)
     assert Header.unpack(raw.socket.recv_multipart()[0]).kind is Kind.OK
     meta = pack_json({"method": "optimizer", "number": 1, "sizes": []})

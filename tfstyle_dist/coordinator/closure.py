@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +37,15 @@ class Closure:
         attempt: how often it was given to a worker.
         result: what the caller of ``schedule`` holds.
         worker: the only worker that may run it; ``None``: any.
+        settings: of optimizers, by number, when it was scheduled; a list is another one when something in it is new.
         seen: how many functions had finished when it started.
         values: results of other calls among its arguments.
         missing: how many of them are not there yet.
     """
 
     __slots__ = (
-        "attempt", "finished", "function", "missing", "number", "parts", "result", "seen", "values", "worker",
+        "attempt", "finished", "function", "missing", "number", "parts", "result", "seen", "settings", "values",
+        "worker",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +54,7 @@ class Closure:
         self.number, self.function, self.parts, self.result, self.worker = number, function, parts, result, worker
         self.attempt, self.finished, self.missing, self.seen = 0, False, 0, 0
         self.values: tuple[RemoteValue, ...] = ()
+        self.settings: Mapping[int, Sequence[Any]] = {}
 
 
 class Staleness:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -46,15 +46,26 @@ class ClosureQueue:
 
     # ---- the program's side -----------------------------------------------------------------------------------
 
+    @property
+    def next_number(self) -> int:
+        """Of the next call that is added."""
+        return self._number + 1
+
     def put(
-        self, function: int, parts: Sequence[Any], worker: int | None, values: Sequence[RemoteValue] = ()
+        self,
+        function: int,
+        parts: Sequence[Any],
+        worker: int | None,
+        values: Sequence[RemoteValue] = (),
+        settings: Mapping[int, Sequence[Any]] | None = None,
     ) -> RemoteValue:
-        """Adds a call.
+        """Adds a call: see ``Closure``.
 
         Args:
-            function: number of the function.
-            parts: its pickled arguments.
-            worker: the only worker that may run it; ``None``: any.
+            function: of it.
+            parts: of it.
+            worker: of it.
+            settings: of it.
             values: results among the arguments: the call waits for them.
 
         Raises:
@@ -69,7 +80,7 @@ class ClosureQueue:
             self._number += 1
             closure = Closure(self._number, function, parts, RemoteValue(self.changed, self._number), worker)
             self._unfinished[closure.number] = None
-            closure.values, closure.missing = tuple(values), len(missing)
+            closure.values, closure.missing, closure.settings = tuple(values), len(missing), settings or {}
             for number in missing:
                 self._dependents.setdefault(number, []).append(closure)
             if not missing:
@@ -123,8 +134,7 @@ class ClosureQueue:
     def statistics(self) -> CoordinatorStatistics:
         """Counts of this moment."""
         with self.changed:
-            seen = self._seen_staleness
-            mean = sum(seen) / len(seen) if seen else 0.0
+            mean = sum(self._seen_staleness) / max(len(self._seen_staleness), 1)
             return CoordinatorStatistics(self._count_waiting(), self._running, self.finished, mean)
 
     def _raise_error(self, deadline: Deadline | None) -> None:
@@ -262,7 +272,7 @@ class ClosureQueue:
 
     def _forget(self, closure: Closure) -> None:
         closure.finished = True
-        closure.parts, closure.values = (), ()
+        closure.parts, closure.values, closure.settings = (), (), {}
         self._unfinished.pop(closure.number, None)
 
     def low_water(self) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,6 +12,7 @@ from typing import Any
 from tfstyle_dist.coordinator.closure import CoordinatorStatistics
 from tfstyle_dist.coordinator.closure_queue import ClosureQueue
 from tfstyle_dist.coordinator.per_worker import PerWorkerDataset, PerWorkerResource, returning
+from tfstyle_dist.coordinator.pickled_functions import PickledFunctions
 from tfstyle_dist.coordinator.references import Outgoing
 from tfstyle_dist.coordinator.remote_value import RemoteValue
 from tfstyle_dist.coordinator.worker_pool import IN_FLIGHT, WorkerPool
@@ -66,12 +65,10 @@ class ClusterCoordinator:
             return
         self._strategy = strategy
         self._queue = ClosureQueue(strategy.max_staleness)
-        self._functions: dict[int, list[bytes]] = {}
-        self._by_function: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._by_content: dict[tuple[int, bytes], int] = {}
         self._resources: dict[int, list[bytes]] = {}
         self._lock = threading.RLock()
         self._outgoing = Outgoing(strategy, self._keep_resource)
+        self._functions = PickledFunctions(strategy, self._outgoing, self._lock)
         handshake = {
             "role": "coordinator", "session": strategy.session, "cluster": strategy.cluster,
             "snapshots": strategy.snapshots,
@@ -85,11 +82,16 @@ class ClusterCoordinator:
             raise
         self._pool = WorkerPool(
             strategy.context, strategy.cluster["worker"], strategy.cluster["ps"], handshake, self._queue,
-            self._functions, self._resources,
+            self._functions.parts, self._resources,
             # A call that waits at its worker counts as one at work.
             IN_FLIGHT if strategy.max_staleness is None or strategy.wire_options.ahead else 1,
         )  # fmt: skip
         atexit.register(_close_at_exit, weakref.ref(strategy), weakref.ref(self._pool))
+
+    @property
+    def next_number(self) -> int:
+        """Of the next function that is scheduled."""
+        return self._queue.next_number
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -138,7 +140,7 @@ class ClusterCoordinator:
                 f"worker={worker}, but the workers are 0 to {len(self._strategy.cluster['worker']) - 1}; give one of "
                 "these, or leave worker= out for any."
             )
-        number = self._function_number(fn)
+        number = self._functions.number(fn)
         parts, values = list[bytes](), list[RemoteValue]()
         if arguments or keywords:
             with self._lock:
@@ -149,8 +151,7 @@ class ClusterCoordinator:
                     self._outgoing.values = None
             if any(not value.belongs_to(self._queue.changed) for value in values):
                 raise ValueError("A RemoteValue among the arguments belongs to another coordinator; fetch() it first.")
-        self._pool.settings = settings_for_workers(self._strategy)
-        result = self._queue.put(number, parts, worker, values)
+        result = self._queue.put(number, parts, worker, values, settings_for_workers(self._strategy))
         self._pool.wake()
         return result
 
@@ -263,24 +264,6 @@ class ClusterCoordinator:
             if resource.number not in self._resources:
                 parts = [bytes(p) for p in pickling.dumps(resource.factory, self._outgoing)]
                 self._resources[resource.number] = parts
-
-    def _function_number(self, fn: Callable[..., Any]) -> int:
-        told = self._strategy.remote_store.retold  # parameters were frozen or added: the workers are to learn of it
-        try:
-            number, pickled_at = self._by_function.get(fn, (0, -1))
-        except TypeError:
-            pickled_at = -1
-        if pickled_at == told:
-            return number
-        with self._lock:
-            parts = [bytes(p) for p in pickling.dumps(fn, self._outgoing)]
-            told = self._strategy.remote_store.retold
-            digest = hashlib.sha256(b"".join(parts)).digest()
-            number = self._by_content.setdefault((told, digest), len(self._by_content) + 1)
-            self._functions.setdefault(number, parts)
-            with contextlib.suppress(TypeError):  # what cannot be referred to weakly is pickled each time
-                self._by_function[fn] = number, told
-        return number
 
     # ---- life -------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,6 @@ class Task:
         closure: Closure,
         functions: Mapping[int, Sequence[Any]],
         resources: Mapping[int, Sequence[Any]],
-        settings: Mapping[int, Sequence[Any]],
         low_water: int,
         keep: bool,
     ) -> None:
@@ -61,7 +60,6 @@ class Task:
             closure: the call.
             functions: pickled functions by number.
             resources: pickled factories of per-worker resources by number.
-            settings: of optimizers, by number.
             low_water: all calls with smaller numbers are finished.
             keep: whether the task is to keep the result for other calls.
         """
@@ -71,7 +69,7 @@ class Task:
         if closure.function not in self.functions:
             self._tell("function", closure.function, functions[closure.function])
             self.functions.add(closure.function)
-        for number, groups in settings.items():
+        for number, groups in closure.settings.items():
             if self.settings.get(number) is not groups:
                 self._tell("settings", number, messages.parts_of(only_plain(groups)))
                 self.settings[number] = groups

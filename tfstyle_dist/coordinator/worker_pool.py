@@ -54,9 +54,6 @@ class WorkerPool:
         functions: pickled functions by number.
         resources: pickled factories of per-worker resources by number.
         in_flight: how many calls a worker has at a time, the one it runs included.
-
-    Attributes:
-        settings: of optimizers, by number; a list is another one when something in it is new.
     """
 
     def __init__(
@@ -75,7 +72,6 @@ class WorkerPool:
         self._handshake, self._queue, self._functions, self._resources = dict(handshake), queue, functions, resources
         self._workers = [Task(f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
         self._servers = [Task(f"/job:ps/task:{i}", a) for i, a in enumerate(servers)]
-        self.settings: Mapping[int, Sequence[Any]] = {}
         self._stopping = False
         self._told_goodbye: Sequence[Task] = self._workers  # who is told that it is over
         self._loop = PeerLoop()
@@ -285,7 +281,6 @@ class WorkerPool:
                                 closure,
                                 self._functions,
                                 self._resources,
-                                self.settings,
                                 self._queue.low_water(),
                                 self._queue.is_wanted(closure),
                             )

@@ -18,11 +18,18 @@ from tfstyle_dist.core import launch_env, network
 from tfstyle_dist.core.logging import get_logger
 
 _HOST = "127.0.0.1"
-# A task ends when nobody holds the other end of its input any more, however the program ended. One whose strategy was
-# closed is there for the next one of the program.
+# A task ends when nobody holds the other end of its input any more, however the program ended, and with it what it has
+# forked, such as the workers of a DataLoader. It reads the descriptor: a child that was forked closes sys.stdin, and
+# would wait for ever for the lock of a thread that reads that. One whose strategy was closed is there for the next one
+# of the program.
 _TASK = """
-import os, sys, threading
-threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
+import os, signal, threading
+def end_with_the_program():
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGTERM)
+    os._exit(0)
+threading.Thread(target=end_with_the_program, daemon=True).start()
 import tfstyle_dist
 me = tfstyle_dist.cluster_resolver.TFConfigClusterResolver()
 while True:
@@ -96,7 +103,9 @@ def _start(addresses: dict[str, list[str]], job: str, index: int, sharing: int) 
 
 def _end(tasks: Sequence[subprocess.Popen[bytes]]) -> None:
     for task in tasks:
-        task.terminate()
+        if task.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(task.pid, signal.SIGTERM)  # what it has forked too
         if task.stdin is not None:
             task.stdin.close()
     for task in tasks:

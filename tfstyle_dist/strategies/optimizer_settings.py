@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.server.optimizer_rules import name_of
 from tfstyle_dist.strategies.state_on_servers import send_state
 
@@ -38,20 +39,47 @@ def _setting(optimizer: torch.optim.Optimizer, name: str, value: Any) -> Any:
     return _plain(value)
 
 
+def references_of(optimizer: Any) -> Callable[[Any], Any]:
+    """What stands for the parameters of an optimizer where it is pickled for the servers: their shards.
+
+    The function raises TypeError for what an optimizer that has no parameters of its own refers to.
+    """
+
+    def reference(value: Any) -> Any:
+        record = getattr(value, "_tfstyle_record", None) if isinstance(value, torch.Tensor) else None
+        if not isinstance(record, RemoteRecord):
+            return None
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{name_of(optimizer)} has {record.describe()!r}, which is on parameter servers, for its learning rate "
+                "or another setting. Each server makes the steps of its own variables and cannot read this one. Give a "
+                "number, or a function that returns one without variables; for a rate that the program changes use an "
+                "optimizer of torch.optim, and set param_groups[0]['lr'] between two calls of schedule()."
+            )
+        return "shards", [shard.number for shard in record.shards]
+
+    return reference
+
+
 def changes(
     optimizer: Any, before: Sequence[Mapping[str, Any]] | None, now: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """What the servers are told of new settings: of ``torch.optim`` optimizers only what is new.
+) -> dict[str, list[dict[str, Any]] | None]:
+    """What the servers are told of new settings, and what was there before: of ``torch.optim`` optimizers only these.
 
     A rule may count in its groups, and the servers alone make its steps.
     """
-    if before is None or not isinstance(optimizer, torch.optim.Optimizer):
-        return now
-    return [{k: v for k, v in new.items() if k not in old or old[k] != v} for old, new in zip(before, now, strict=True)]
+    if before is None:
+        return {"groups": now, "before": None}
+    groups, old = now, [dict(group) for group in before]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        pairs = list(zip(before, now, strict=True))
+        groups = [{k: v for k, v in new.items() if k not in old or old[k] != v} for old, new in pairs]
+        old = [{k: group[k] for k in new if k in group} for group, new in zip(before, groups, strict=True)]
+    return {"groups": groups, "before": old}
 
 
 def settings_for_workers(strategy: ParameterServerStrategy) -> dict[int, list[dict[str, Any]]]:
-    """The settings of ``torch.optim`` optimizers by their numbers, as the servers have them from now on.
+    """The settings of ``torch.optim`` optimizers by their numbers, as the servers have them for functions from now on.
 
     A list is another one when something in it is new. Workers take plain values (``only_plain``).
     """

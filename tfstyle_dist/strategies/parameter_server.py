@@ -27,7 +27,7 @@ from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.on_servers import ExtendedOnServers, warned_on_the_chief
-from tfstyle_dist.strategies.optimizer_settings import changes, hyperparameters
+from tfstyle_dist.strategies.optimizer_settings import changes, hyperparameters, references_of
 from tfstyle_dist.strategies.parameter_server_options import checked_staleness, snapshot_options, wire_options
 from tfstyle_dist.strategies.push_runner import PushRunner, check_hooks, check_parameters
 from tfstyle_dist.strategies.state_on_servers import keep_on_servers
@@ -240,7 +240,7 @@ class ParameterServerStrategy(Strategy):
         if number is None:
             number = next(self._numbers)
             self.parameter_store.ensure_equal()
-            parts = pickling.dumps((*optimizer_state(optimizer), torch.get_default_dtype()), self._shards_reference)
+            parts = pickling.dumps((*optimizer_state(optimizer), torch.get_default_dtype()), references_of(optimizer))
             self.servers.call_all({"method": "optimizer", "number": number}, parts)
             self._optimizers[optimizer] = number
             self.sent_hyperparameters[optimizer] = hyperparameters(optimizer)
@@ -259,18 +259,17 @@ class ParameterServerStrategy(Strategy):
             self.sent_hyperparameters[optimizer] = hyperparameters(optimizer)
         return self.known_optimizers[number]
 
-    def _shards_reference(self, value: Any) -> Any:
-        record = getattr(value, "_tfstyle_record", None) if isinstance(value, torch.Tensor) else None
-        return ("shards", [shard.number for shard in record.shards]) if isinstance(record, RemoteRecord) else None
-
     def send_hyperparameters(self, for_functions: bool = False) -> None:
-        """Lets the servers know of changed learning rates and the like; for functions to come hooks are refused."""
+        """Tells the servers of changed learning rates and the like, for functions to come; for these refuses hooks."""
         check_hooks(self._optimizers if for_functions else ())
         for optimizer in list(self._optimizers):
             now, before = hyperparameters(optimizer), self.sent_hyperparameters.get(optimizer)
             if now is not None and now != before:
-                number, groups = self.optimizer_number(optimizer), changes(optimizer, before, now)
-                self.servers.call_all({"method": "hyperparameters", "number": number, "groups": groups})
+                told = {
+                    "number": self.optimizer_number(optimizer),
+                    "since": getattr(self.coordinator, "next_number", 0),
+                }
+                self.servers.call_all({"method": "hyperparameters", **told, **changes(optimizer, before, now)})
                 self.sent_hyperparameters[optimizer] = now
 
     def push_gradients(self, optimizer: Any, pairs: Sequence[tuple[RemoteRecord, torch.Tensor]]) -> None:

@@ -34,6 +34,10 @@ class WeakOrderedSet(Generic[_Item]):
     def __contains__(self, item: object) -> bool:
         return id(item) in self._items
 
+    def of_each(self, attribute: str) -> list[Any]:
+        """An attribute of each item, ``None`` where it has none; for sets that are looked at very often."""
+        return [getattr(reference(), attribute, None) for reference, _ in list(self._items.values())]
+
     def __iter__(self) -> Iterator[_Item]:
         for reference, _ in list(self._items.values()):
             if (item := reference()) is not None:

@@ -73,6 +73,7 @@ class ParameterStore:
         self._pending: list[Record] = []
         # With each the records of its buffers, which live as long: another tensor may take a buffer's place.
         self._modules: WeakOrderedSet[torch.nn.Module] = WeakOrderedSet()
+        self.modules = self._modules
         self._equalizing = False
         self.on_adopt: Callable[[Record], None] | None = None
         self.make_equal: Callable[[list[Record]], None] | None = None

@@ -25,6 +25,9 @@ class _Writing(Protocol):
     def write(self, record: RemoteRecord, op: Op, value: torch.Tensor) -> None:
         """Assigns to a tensor on the servers, or adds to it."""
 
+    def assign_elements(self, record: RemoteRecord, numbers: torch.Tensor, values: torch.Tensor) -> None:
+        """Assigns to some elements."""
+
 
 def places_of(function: Any, arguments: Iterable[Any]) -> list[Place]:
     """Where the modules that a function uses hold buffers and parameters that are on the servers.
@@ -121,7 +124,28 @@ def push_buffers(servers: _Writing, records: Iterable[RemoteRecord]) -> None:
                 f"servers it has {tuple(baseline.shape)}, and keeps that. Give it its size before: call the module "
                 "once on an example of a batch before it comes into strategy.scope(), or make it as large in __init__."
             )
-        if local.dtype is torch.bool:
-            servers.write(record, Op.ASSIGN, local)
-        else:
-            servers.write(record, Op.ADD, local.detach() - baseline)
+        _push(servers, record, local.detach(), baseline)
+
+
+def _push(servers: _Writing, record: RemoteRecord, local: torch.Tensor, baseline: torch.Tensor) -> None:
+    """What others add meanwhile stays; an element that no sum brings to its value, as from infinity, is assigned."""
+    changed = ~_is_same(baseline, local)
+    assigned = changed
+    if local.dtype is not torch.bool:
+        nothing = torch.zeros_like(local)
+        delta = torch.where(changed, local - baseline, nothing)
+        # From 1e9 to 0.5 a difference of float32 leads to 0: what is missing then is added after it.
+        lost = changed & ~_is_same(baseline + delta, local)
+        rest = torch.where(lost, local - (baseline + delta), nothing)
+        assigned = (lost & ~_is_same(baseline + delta + rest, local)) | (changed & ~local.isfinite())
+        for added in (delta, rest):
+            added = torch.where(assigned, nothing, added)
+            if added.any():
+                servers.write(record, Op.ADD, added)
+    if assigned.any():
+        numbers = assigned.reshape(-1).nonzero().view(-1)
+        servers.assign_elements(record, numbers, local.reshape(-1)[numbers])
+
+
+def _is_same(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return (found == wanted) | (found.isnan() & wanted.isnan())

@@ -117,6 +117,18 @@ class Servers(Reader):
                 self._send(shard, operation, [ids, part.contiguous()])
             self._after_write([record])
 
+    def assign_elements(self, record: RemoteRecord, numbers: torch.Tensor, values: torch.Tensor) -> None:
+        """Assigns to some elements and leaves the others alone; they are counted through the whole tensor."""
+        self._before_write()
+        with self._lock:
+            for shard in record.shards:
+                here = (numbers >= shard.offset) & (numbers < shard.offset + shard.numel)
+                ids, part = numbers[here] - shard.offset, values.detach()[here]
+                if len(ids):
+                    operation = Operation(Op.ASSIGN_ELEMENTS, dtype_number(part.dtype), shard.number, 0, len(ids))
+                    self._send(shard, operation, [ids, part])
+            self._after_write([record])
+
     def push(self, rule: int, pairs: Sequence[tuple[RemoteRecord, torch.Tensor]]) -> None:
         """Sends gradients; the servers' optimizer ``rule`` makes one step with those of one server.
 

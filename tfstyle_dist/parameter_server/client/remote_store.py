@@ -22,6 +22,7 @@ from tfstyle_dist.parameter_server.client.remote_variables import (
     ServerVariable,
     ShardedVariable,
 )
+from tfstyle_dist.parameter_server.client.replaced_tensors import watch
 from tfstyle_dist.runtime.context import StrategyInForce
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.component import VariableComponent
@@ -55,6 +56,7 @@ class RemoteStore(ParameterStore):
         self.beside: int | None = None  # the server of what is made now, in ``colocate_vars_with``
         self._numbers, self._keys = itertools.count(1), itertools.count(1)
         self._uncreated: list[RemoteRecord] = []
+        watch(self)
         self.retold = 0  # how often something changed that a worker learns when a function comes to it
         self._known: dict[int, torch.Tensor] = {}
         self._shares: weakref.WeakKeyDictionary[Record, Record] = weakref.WeakKeyDictionary()

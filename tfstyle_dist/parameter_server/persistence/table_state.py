@@ -13,6 +13,7 @@ from tfstyle_dist.parameter_server.server.function_writes import ClosureWrites
 from tfstyle_dist.parameter_server.server.optimizer_rules import make_rule
 from tfstyle_dist.parameter_server.server.stored_variable import StoredVariable
 from tfstyle_dist.parameter_server.server.table import VariableTable
+from tfstyle_dist.parameter_server.server.told_settings import ToldSettings
 
 
 def copy_variable(table: VariableTable, number: int) -> dict[str, Any]:
@@ -62,7 +63,8 @@ def put_slots(table: VariableTable, number: int, slots: dict[int, dict[str, Any]
 def copy_rest(table: VariableTable) -> dict[str, Any]:
     """What belongs to no variable: optimizers without slots, and which attempt of a function counts."""
     return {
-        "rules": {n: {"parts": rule.parts, "settings": rule.settings()} for n, rule in table.rules.items()},
+        "rules": {n: {"parts": rule.parts, "settings": table.rule(n).settings()} for n, rule in table.rules.items()},
+        "told": {number: told.state() for number, told in table.told.items()},
         "low_water": table.writes.low_water,
         "attempts": {c: entry.attempt for c, entry in table.writes.by_function.items() if c >= table.writes.low_water},
     }
@@ -73,6 +75,7 @@ def put_rest(table: VariableTable, entry: dict[str, Any]) -> None:
     for number, rule in entry["rules"].items():
         add_rule(table, number, rule["parts"])
         table.rules[number].put_settings(rule["settings"])
+    table.told.update({n: ToldSettings.of(state) for n, state in entry.get("told", {}).items()})
     table.writes.low_water = int(entry["low_water"])
     for closure, attempt in entry["attempts"].items():
         table.writes.by_function.setdefault(closure, ClosureWrites()).attempt = attempt
@@ -82,6 +85,7 @@ def clear(table: VariableTable) -> None:
     """Takes back what was put into a table that was empty, when the rest of it cannot be."""
     table.variables.clear()
     table.rules.clear()
+    table.told.clear()
     table.writes.by_function.clear()
     table.writes.low_water = 0
 

@@ -37,14 +37,16 @@ class Op(enum.IntEnum):
     PULL_ROWS = 6
     ADD_ROWS = 7
     GRADIENT_ROWS = 8
+    ASSIGN_ELEMENTS = 9
 
 
 STEPS = frozenset({Op.GRADIENT, Op.GRADIENT_ROWS})
 """A server makes one step of each optimizer of all gradients in a batch: those of two steps travel in two."""
 
-WRITES = STEPS | {Op.ASSIGN, Op.ADD, Op.SUB, Op.ADD_ROWS}
+WRITES = STEPS | {Op.ASSIGN, Op.ADD, Op.SUB, Op.ADD_ROWS, Op.ASSIGN_ELEMENTS}
 
-ROW_OPERATIONS = frozenset({Op.PULL_ROWS, Op.ADD_ROWS, Op.GRADIENT_ROWS})
+ROW_OPERATIONS = frozenset({Op.PULL_ROWS, Op.ADD_ROWS, Op.GRADIENT_ROWS, Op.ASSIGN_ELEMENTS})
+"""Numbers come with these, of rows or of single elements."""
 
 NARROWED = STEPS | {Op.PULL, Op.PULL_ROWS}
 
@@ -88,7 +90,7 @@ class Operation:
         dtype: of the bytes.
         variable: number of the variable (shard).
         argument: PULL: the version the client has; writes: how many writes to this variable the closure made before.
-        rows: number of rows of a sparse operation.
+        rows: number of rows of a sparse operation, or of the elements that are assigned.
         nbytes: size of the tensor's bytes, without padding; of a sparse operation: of the rows' values.
         extra: number of the optimizer of a gradient; flags of an answer.
     """

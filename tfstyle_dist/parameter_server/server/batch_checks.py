@@ -88,10 +88,12 @@ def _numel(stored: StoredVariable, operation: Operation) -> int:
     """How many elements come with the operation."""
     if operation.op not in ROW_OPERATIONS:
         return stored.parameter.numel()
-    if stored.parameter.dim() == 0:
+    if stored.parameter.dim() == 0 and operation.op != Op.ASSIGN_ELEMENTS:
         raise InvalidArgumentError(f"Variable {stored.name!r} is a scalar and has no rows.")
     if operation.rows > 1 << 32:
         raise InvalidArgumentError(f"{operation.rows} rows in one message are too many.")
+    if operation.op == Op.ASSIGN_ELEMENTS:
+        return operation.rows
     return 0 if operation.op == Op.PULL_ROWS else operation.rows * row_numel(stored.parameter)
 
 
@@ -103,7 +105,7 @@ def check_rows(table: Table, operations: Sequence[Operation], data: torch.Tensor
     for operation in operations:
         if operation.op in ROW_OPERATIONS:
             rows = tensor_view(data, offset, 8 * operation.rows, torch.int64)
-            _check_numbers(rows, table.variable(operation.variable))
+            _check_numbers(rows, table.variable(operation.variable), operation.op == Op.ASSIGN_ELEMENTS)
         offset += request_bytes(operation)
 
 
@@ -120,13 +122,14 @@ def row_numel(parameter: torch.Tensor) -> int:
     return math.prod(parameter.shape[1:]) if parameter.shape[0] else 0
 
 
-def _check_numbers(rows: torch.Tensor, stored: StoredVariable) -> None:
+def _check_numbers(rows: torch.Tensor, stored: StoredVariable, elements: bool) -> None:
     if rows.numel() == 0:
         return
     low, high = (int(number) for number in torch.aminmax(rows))
-    count = stored.parameter.shape[0]
+    count = stored.parameter.numel() if elements else stored.parameter.shape[0]
     if low < 0 or high >= count:
+        what, of_what = ("Numbers of elements", "elements") if elements else ("Row numbers", "rows")
         raise InvalidArgumentError(
-            f"Row numbers {low}..{high} do not fit variable {stored.name!r} of {count} rows: give numbers from 0 to "
+            f"{what} {low}..{high} do not fit variable {stored.name!r} of {count} {of_what}: give numbers from 0 to "
             f"{count - 1}."
         )

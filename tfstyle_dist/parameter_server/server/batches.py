@@ -80,7 +80,8 @@ class Batches:
             if client.segment is None or header.data_bytes > client.segment.half:
                 raise ProtocolError("the data is said to be in shared memory, but there is no segment of that size")
             data = client.segment.request(header.data_bytes)
-            if self.others_wait and len(operations) == 1 and coalescing_rate(table, operations[0]) is not None:
+            one = len(operations) == 1 and self.others_wait
+            if one and coalescing_rate(table, operations[0], header.closure) is not None:
                 self._waiting[client] = channel, Write(header, operations[0], data)
                 return
             self._execute(client, channel, header, operations, data)

@@ -13,6 +13,7 @@ from tfstyle_dist.parameter_server.protocol.call_fields import NewVariable
 from tfstyle_dist.parameter_server.protocol.header import ProtocolError
 from tfstyle_dist.parameter_server.server.background_jobs import Jobs
 from tfstyle_dist.parameter_server.server.table import VariableTable
+from tfstyle_dist.parameter_server.server.told_settings import ToldSettings
 from tfstyle_dist.parameter_server.transports.client_session import ClientSession
 from tfstyle_dist.parameter_server.transports.transfer_segment import TransferSegment
 
@@ -135,9 +136,14 @@ class ServerState:
         elif method == "optimizer":
             add_rule(self.table, call_fields.number(meta, "number"), parts)
         elif method == "hyperparameters":
-            rule: Any = self.table.rules.get(number := call_fields.number(meta, "number"))
-            if rule is None:
+            if (number := call_fields.number(meta, "number")) not in self.table.rules:
                 raise NotFoundError(f"This parameter server has no optimizer {number}.")
-            rule.set_hyperparameters(call_fields.entries(meta, "groups"))
+            groups, since = call_fields.entries(meta, "groups"), 0
+            before = None if meta.get("before") is None else call_fields.entries(meta, "before")
+            if before is not None:
+                since = call_fields.number(meta, "since")
+            told = self.table.told.setdefault(number, ToldSettings())
+            told.tell(groups, before, since, self.table.writes.low_water)
+            self.table.rule(number)
         else:
             raise ProtocolError(f"unknown method {method!r}")

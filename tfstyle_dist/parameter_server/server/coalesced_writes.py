@@ -37,15 +37,15 @@ class Write:
     data: torch.Tensor
 
 
-def coalescing_rate(table: VariableTable, operation: Operation) -> float | None:
-    """By what the data are multiplied before they are added; ``None``: the write must be made alone."""
+def coalescing_rate(table: VariableTable, operation: Operation, function: int = 0) -> float | None:
+    """By what the data of a function are multiplied before they are added; ``None``: the write must be made alone."""
     parameter = table.variable(operation.variable).parameter
     if parameter.numel() < _SMALLEST or operation.nbytes != parameter.nbytes:
         return None
     if operation.op in (Op.ADD, Op.SUB):
         return 1.0 if operation.op == Op.ADD else -1.0
     if operation.op == Op.GRADIENT:
-        rate = table.rules[operation.extra].plain_rate(parameter)
+        rate = table.rule(operation.extra, function).plain_rate(parameter)
         return None if rate is None else -rate
     return None
 
@@ -73,7 +73,8 @@ def coalesce(table: VariableTable, writes: Sequence[Write]) -> list[Answer]:
         else:
             stored.begin_write()
         values = write.data[: write.operation.nbytes].view(stored.parameter.dtype)
-        data.append((values, write.operation.op, coalescing_rate(table, write.operation) or 0.0))
+        rate = coalescing_rate(table, write.operation, write.header.closure)
+        data.append((values, write.operation.op, rate or 0.0))
         table.applied += 1
         answers.append(Answer([reply(stored)]))
     if data:

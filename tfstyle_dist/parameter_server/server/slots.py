@@ -30,7 +30,7 @@ def describe_slots(table: VariableTable, rule: int, numbers: Sequence[int]) -> d
             else {"value": value}
             for name, value in found.items()
         }
-    return {"slots": slots, "settings": table.rules[rule].common()}
+    return {"slots": slots, "settings": table.rule(rule).common()}
 
 
 def give_bytes(table: VariableTable, rule: int, number: int, slot: str, start: int, count: int) -> dict[str, Any]:

@@ -42,6 +42,9 @@ class GradientRule(Protocol):
     def common(self) -> dict[str, Any]:
         """What a checkpoint has of that."""
 
+    def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over learning rates and the like."""
+
     def put_settings(self, settings: Any) -> None:
         """Takes over ``settings``."""
 
@@ -148,11 +151,14 @@ def descend(stored: StoredVariable, grad: torch.Tensor, rows: torch.Tensor | Non
 
 
 def write(stored: StoredVariable, op: int, value: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """Assigns, adds or subtracts the whole, or adds to rows."""
+    """Assigns, adds or subtracts the whole, adds to rows, or assigns single elements."""
     if op == Op.ASSIGN:
         _change(stored, rows, lambda _, target: target.copy_(value))
     elif op in (Op.ADD, Op.SUB):
         _change(stored, rows, lambda old, target: streamed.add(old, value, 1 if op == Op.ADD else -1, target))
     else:
         assert rows is not None
-        _change(stored, rows, lambda _, target: target.index_add_(0, rows, value))
+        if op == Op.ASSIGN_ELEMENTS:
+            _change(stored, rows, lambda _, target: target.view(-1).index_copy_(0, rows, value))
+        else:
+            _change(stored, rows, lambda _, target: target.index_add_(0, rows, value))

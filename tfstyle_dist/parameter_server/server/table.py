@@ -38,6 +38,7 @@ from tfstyle_dist.parameter_server.server.batch_checks import check_rows, check_
 from tfstyle_dist.parameter_server.server.function_writes import FunctionWrites
 from tfstyle_dist.parameter_server.server.shared_variables import SharedVariables
 from tfstyle_dist.parameter_server.server.stored_variable import GradientRule, StoredVariable, descend, write
+from tfstyle_dist.parameter_server.server.told_settings import ToldSettings
 
 _Steps = dict[int, list[tuple[torch.Tensor, StoredVariable]]]
 """Gradients that optimizers are to apply together."""
@@ -49,6 +50,7 @@ class VariableTable:
     def __init__(self) -> None:
         self.variables: dict[int, StoredVariable] = {}
         self.rules: dict[int, GradientRule] = {}
+        self.told: dict[int, ToldSettings] = {}
         self.writes = FunctionWrites()
         self.applied = 0
         self.shared = SharedVariables()
@@ -102,6 +104,13 @@ class VariableTable:
             raise NotFoundError(f"This parameter server has no variable {number}; it holds {len(self.variables)}.")
         return found
 
+    def rule(self, number: int, function: int = 0) -> GradientRule:
+        """An optimizer, with the settings with which a function was scheduled; 0: with the newest."""
+        rule, told = self.rules[number], self.told.get(number)
+        if told is not None and (groups := told.switch(function)) is not None:
+            rule.set_hyperparameters(groups)
+        return rule
+
     def check(self, header: Header, operations: Sequence[Operation]) -> None:
         """Checks a batch before any of its bytes are taken.
 
@@ -144,7 +153,8 @@ class VariableTable:
                 self._step(steps)
                 self._pull(stored, operation, rows, answer, writes)
                 continue
-            shape = parameter.shape if rows is None else (operation.rows, *parameter.shape[1:])
+            rest = () if operation.op == Op.ASSIGN_ELEMENTS else parameter.shape[1:]
+            shape = parameter.shape if rows is None else (operation.rows, *rest)
             value = tensors.take(DTYPES[operation.dtype], shape)
             if value.dtype is not parameter.dtype:
                 value = value.to(parameter.dtype)
@@ -152,7 +162,7 @@ class VariableTable:
                 answer.operations.append(reply(stored, extra=FLAG_DUPLICATE))
                 continue
             if operation.op in STEPS:
-                grad, rate = value, self.rules[operation.extra].plain_rate(parameter)
+                grad, rate = value, self.rule(operation.extra, header.closure).plain_rate(parameter)
                 if rate is not None:
                     self._step(steps)
                     descend(stored, grad, rows, rate)
