@@ -129,9 +129,12 @@ def push_buffers(servers: _Writing, records: Iterable[RemoteRecord]) -> None:
 
 def _push(servers: _Writing, record: RemoteRecord, local: torch.Tensor, baseline: torch.Tensor) -> None:
     """What others add meanwhile stays; an element that no sum brings to its value, as from infinity, is assigned."""
-    changed = ~_is_same(baseline, local)
-    assigned = changed
-    if local.dtype is not torch.bool:
+    is_bool = local.dtype is torch.bool
+    if not is_bool and torch.equal(baseline + (delta := local - baseline), local):
+        servers.write(record, Op.ADD, delta)
+        return
+    assigned = changed = ~_is_same(baseline, local)
+    if not is_bool:
         nothing = torch.zeros_like(local)
         delta = torch.where(changed, local - baseline, nothing)
         # From 1e9 to 0.5 a difference of float32 leads to 0: what is missing then is added after it.
