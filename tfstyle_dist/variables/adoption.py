@@ -37,7 +37,7 @@ def _store_of(module: torch.nn.Module) -> ParameterStore | None:
     store = _store_in_force()
     if store is not None:
         return store
-    return next((known for known in live_stores if module in known._modules), None)
+    return next((known for known in live_stores if module in known.modules), None)
 
 
 def _on_parameter(module: torch.nn.Module, name: str, parameter: Any) -> None:
@@ -49,7 +49,7 @@ def _on_parameter(module: torch.nn.Module, name: str, parameter: Any) -> None:
         return
     if isinstance(parameter, torch.nn.UninitializedParameter):
         _adopt_when_materialized(module)
-        store._modules.add(module)
+        store.modules.add(module)
         return
     store.adopt_parameter(parameter, module, name)
     _watch_norms(module)
@@ -94,7 +94,7 @@ def _on_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None
         return
     if name == "parametrizations" or isinstance(child, torch.nn.utils.parametrize.ParametrizationList):
         _refuse_another_class(store, module, name)
-    store._modules.add(module)
+    store.modules.add(module)
     _adopt_all(store, child)  # copies that were made by copy.deepcopy came past torch's registration
 
 
@@ -221,7 +221,7 @@ def adopt_new_buffers(store: ParameterStore, module: torch.nn.Module) -> None:
         store: a module of another one, or of none, is left alone.
         module: without its children.
     """
-    if module in store._modules:
+    if module in store.modules:
         for name, buffer in module.named_buffers(recurse=False):
             if type(buffer) is torch.Tensor and buffer.is_cpu and find_record(buffer) is None:
                 _adopt_buffer(store, buffer, module, name)
@@ -230,7 +230,7 @@ def adopt_new_buffers(store: ParameterStore, module: torch.nn.Module) -> None:
 def _adopt_all(store: ParameterStore, module: torch.nn.Module) -> None:
     """Takes over the parameters and buffers of a module and its children that the store does not own yet."""
     for owner in module.modules():
-        store._modules.add(owner)
+        store.modules.add(owner)
         _watch_norms(owner)
         for name, parameter in owner.named_parameters(recurse=False):
             if isinstance(parameter, torch.nn.UninitializedParameter):

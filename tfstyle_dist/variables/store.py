@@ -72,8 +72,7 @@ class ParameterStore:
         self._all: WeakOrderedSet[Record] = WeakOrderedSet()
         self._pending: list[Record] = []
         # With each the records of its buffers, which live as long: another tensor may take a buffer's place.
-        self._modules: WeakOrderedSet[torch.nn.Module] = WeakOrderedSet()
-        self.modules = self._modules
+        self.modules: WeakOrderedSet[torch.nn.Module] = WeakOrderedSet()
         self._equalizing = False
         self.on_adopt: Callable[[Record], None] | None = None
         self.make_equal: Callable[[list[Record]], None] | None = None
@@ -127,7 +126,7 @@ class ParameterStore:
             self._taken = self.version
             for record in self.records("parameter"):
                 contents.take(record.tensor)
-            for module in list(self._modules):
+            for module in list(self.modules):
                 contents.take(module)
         self._discovery.look(function, arguments)
         if function is not None:  # else only what was adopted is looked at, maybe inside a run
@@ -146,13 +145,13 @@ class ParameterStore:
     def adopt_stray(self, parameter: torch.Tensor, module: torch.nn.Module) -> None:
         """A module of this strategy has a parameter that came past torch's registration: it is adopted too."""
         known = find_record(parameter)
-        if module in self._modules and known is None and isinstance(parameter, torch.nn.Parameter):
+        if module in self.modules and known is None and isinstance(parameter, torch.nn.Parameter):
             name = next((n for n, p in torch_internals.parameters_of(module).items() if p is parameter), "")
             self.adopt_parameter(parameter, module, name)
 
     def adopt_strays(self) -> None:
         """Adopts such parameters of all modules, e.g. after ``to_empty``."""
-        for module in list(self._modules):
+        for module in list(self.modules):
             for parameter in torch_internals.parameters_of(module).values():
                 if parameter is not None and not isinstance(parameter, torch.nn.UninitializedParameter):
                     self.adopt_stray(parameter, module)
@@ -208,7 +207,7 @@ class ParameterStore:
 
     def _tie(self, record: Record, module: torch.nn.Module, name: str) -> None:
         record.module, record.local_name = weakref.ref(module), name
-        living = self._modules.add(module)
+        living = self.modules.add(module)
         if record.kind == "buffer":
             tie_buffer(record, module, name, living)
 
@@ -249,8 +248,8 @@ class ParameterStore:
     def name_of(self, record: Record) -> str:
         """The qualified name of a parameter as ``named_parameters()`` of its outermost module gives it."""
         tensor = record.tensor
-        children = {id(child) for module in self._modules for child in module.children()}
-        for root in self._modules:
+        children = {id(child) for module in self.modules for child in module.children()}
+        for root in self.modules:
             if id(root) in children:
                 continue
             for name, entry in (*root.named_parameters(), *root.named_buffers()):
