@@ -77,6 +77,7 @@ def test_gradients_of_each_replicas_own_are_refused(strategy: td.Strategy, step:
         trained(strategy, step)
 
 
+@pytest.mark.cpu_only("the pretend device has few operations of sparse tensors")
 def test_rows_of_each_replicas_own_are_refused(strategy: td.Strategy) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, _: torch.Tensor) -> None:
         rows = torch.tensor([[replica()]])
