@@ -53,7 +53,7 @@ class PickledFunctions:
             digest = hashlib.sha256(b"".join(parts)).digest()
             number = self._by_content.setdefault((store.retold, digest), len(self._by_content) + 1)
             self.parts.setdefault(number, parts)
-            # A program goes to and fro between training and evaluation: what was pickled before is found again.
+            # A program switches between training and evaluation: what was pickled before is found again.
             kept = {old: n for old, n in known.items() if old[0] == store.retold}
             with contextlib.suppress(TypeError):  # what cannot be referred to weakly is pickled each time
                 self._by_function[fn] = {**dict(list(kept.items())[-_MOST_MODES:]), state: number}
