@@ -86,14 +86,11 @@ class _Keyed:
             p.grad.mul_(anneal())
 
 
-NO_STATE = (
-    "an object that holds neither modules, optimizers nor tensors is shared, unless a module or an optimizer has it"
-)
 ONE_COPY = "under central storage a write to the one copy through another tensor of its memory is made by each replica"
 NODES = "hooks on the nodes that accumulate gradients, registered outside of run, are those of replica 0"
 
 
-@case("steps", "object-of-counters-by-parameter", differs=dict.fromkeys(("replicas", "central"), NO_STATE))
+@case("steps", "object-of-counters-by-parameter")
 def counters_by_parameter(run):
     with run.scope():
         model = Net()
