@@ -10,8 +10,8 @@ those that read its data for example, and who has set one cannot be told.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
 from operator import is_
 from typing import Any, TypeVar
@@ -61,7 +61,7 @@ class ProcessSettings:
     def __init__(self) -> None:
         self._settings = _SETTINGS + _OF_CUDNN if torch.cuda.is_initialized() else _SETTINGS
         self._at_first = self._now()
-        self._hooks = [copy(hooks) for hooks in self._at_first[_HOOKS]]
+        self._hooks = [tuple(hooks.items()) for hooks in self._at_first[_HOOKS]]
         self._counts = list(map(len, self._hooks))
         self._whose: dict[int, int] = {}
         self._of: dict[int, list[Any]] = {}
@@ -88,7 +88,7 @@ class ProcessSettings:
             if len(hooks) != count:
                 self._whose.setdefault(id(hooks), before)
         return [
-            hooks if self._whose.get(id(hooks), after) == after else copy(at_first)
+            hooks if self._whose.get(id(hooks), after) == after else OrderedDict(at_first)
             for hooks, at_first in zip(wanted, self._hooks, strict=True)
         ]
 
