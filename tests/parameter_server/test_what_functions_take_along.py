@@ -68,12 +68,15 @@ def test_what_comes_into_the_place_of_a_tensor(cluster: Any) -> None:
     pickled = len(c.coordinator._functions.parts)
     model.scale = torch.tensor([3.0])
     same(3.0)
+    assert len(c.coordinator._functions.parts) == pickled  # the values alone have changed
     model.load_state_dict({"inner.weight": torch.full((1, 1), 5.0), "scale": torch.ones(1)}, assign=True)
     same(5.0)
     model.inner.weight = given = nn.Parameter(torch.full((1, 1), 2.0))
     same(2.0)
-    assert len(c.coordinator._functions.parts) == pickled  # the values alone have changed
     c.coordinator.schedule(step).get(timeout=30)
+    same(2.0)  # the optimizer has the parameter that was there, as on one device
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    c.coordinator.schedule(lambda: step()).get(timeout=30)
     same(1.0)
     other.weight = given  # one parameter in two places
     assert other.weight is model.inner.weight

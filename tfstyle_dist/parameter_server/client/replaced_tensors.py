@@ -1,4 +1,4 @@
-"""What the coordinator's program puts in the place of a module's tensor: the servers get its values.
+"""What the coordinator's program puts in the place of a module's tensor reaches functions that were scheduled before.
 
 PyTorch's registration hooks see ``module.scale = tensor``, ``module.weight = nn.Parameter(...)`` and
 ``load_state_dict(..., assign=True)``.
@@ -19,7 +19,6 @@ from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.variables.known_tensors import find_record
 
 _stores: weakref.WeakSet[Any] = weakref.WeakSet()
-_copied_into: weakref.WeakKeyDictionary[RemoteRecord, weakref.ref[torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 def watch(store: Any) -> None:
@@ -38,46 +37,30 @@ def _store_of(module: torch.nn.Module) -> Any:
     return None
 
 
-def _stays(store: Any, old: Any, new: Any) -> torch.Tensor | None:
-    """The tensor that stays or comes in the module in place of the new one; ``None``: the new one itself."""
-    record = find_record(old)
-    if new is None or new is old or find_record(new) is not None or not isinstance(record, RemoteRecord):
-        return None
-    for known, given in list(_copied_into.items()):
-        if given() is new and known.store is store:
-            return known.tensor  # what is put in two places is one parameter
-    local = record.components[0]
-    if new.shape != local.shape or new.dtype != local.dtype or (record.kind == "buffer" and new.requires_grad):
-        return None
-    with torch.no_grad():
-        old.copy_(new)
-    if record.kind == "parameter":
-        _copied_into[record] = weakref.ref(new)
-        if old.requires_grad != new.requires_grad:
-            old.requires_grad_(new.requires_grad)
-    return record.tensor
-
-
-def _on_parameter(module: torch.nn.Module, name: str, parameter: Any) -> Any:
+def _on_parameter(module: torch.nn.Module, name: str, parameter: Any) -> None:
+    """The new one comes in; optimizers keep the one that was there, as in torch."""
     store, old = _store_of(module), torch_internals.parameters_of(module).get(name)
-    if store is None or isinstance(parameter, torch.nn.UninitializedParameter):
-        return None
-    kept = _stays(store, old, parameter)
-    if kept is None and find_record(old) is not None and find_record(parameter) is None:
-        store.adopt_parameter(parameter, module, name)  # of another shape or type
-    if kept is not old:
-        store.retold += 1  # functions are pickled again, with what the module has now
-    return kept
+    if store is None or parameter is old or isinstance(parameter, torch.nn.UninitializedParameter):
+        return
+    if parameter is not None and find_record(parameter) is None:
+        store.adopt_parameter(parameter, module, name)
+    store.retold += 1  # functions are pickled again, with what the module has now
 
 
 def _on_buffer(module: torch.nn.Module, name: str, buffer: Any) -> Any:
+    """The tensor that is there stays and gets the values, if it can have them."""
     store, old = _store_of(module), torch_internals.buffers_of(module).get(name)
-    if store is None or isinstance(buffer, torch.nn.UninitializedBuffer):
+    if store is None or buffer is old or isinstance(buffer, torch.nn.UninitializedBuffer):
         return None
-    kept = _stays(store, old, buffer)
-    if kept is None or kept is not old:
-        store.retold += 1
-    return kept
+    record = find_record(old)
+    if buffer is not None and find_record(buffer) is None and isinstance(record, RemoteRecord):
+        local = record.components[0]
+        if buffer.shape == local.shape and buffer.dtype == local.dtype and not buffer.requires_grad:
+            with torch.no_grad():
+                old.copy_(buffer)  # type: ignore[union-attr]
+            return record.tensor
+    store.retold += 1
+    return None
 
 
 def _on_module(module: torch.nn.Module, name: str, child: Any) -> None:
