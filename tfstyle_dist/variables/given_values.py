@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -51,32 +52,49 @@ def tensor_of(value: Any, dtype: torch.dtype, told: Callable[[], str]) -> torch.
         given = torch.as_tensor(value, device="cpu")
     except _WHAT_TORCH_RAISES:  # whole numbers that no int64 holds: a dtype that holds them takes them as they are
         given = None
-    if given is not None and given.numel():
+    numbers = given is not None and given.numel() > 0
+    if given is not None and numbers:
         refuse_other_kind(told, given.dtype, dtype)
-        if not _holds(dtype, value, given):
-            raise InvalidArgumentError(
-                f"{told()}, which is outside of what {dtype} can hold. Create the variable with a wider dtype, or "
-                f"write torch.as_tensor(value).to({dtype}) if another number is meant."
-            )
+        if not _has_range_for(dtype, given):
+            raise _outside(told, dtype)
     try:
-        return torch.as_tensor(value, dtype=dtype, device="cpu")
+        made = (
+            given if given is not None and given.dtype == dtype else torch.as_tensor(value, dtype=dtype, device="cpu")
+        )
     except _WHAT_TORCH_RAISES as error:
         raise InvalidArgumentError(
             f"{told()}, which is no tensor of {dtype}: {error}. Pass a number, an array or a tensor."
         ) from error
+    if numbers and dtype.is_floating_point and _became_infinite(made, value):
+        raise _outside(told, dtype)
+    return made
 
 
-def _holds(dtype: torch.dtype, value: Any, given: torch.Tensor) -> bool:
-    """Whether every number is inside the range of the dtype; an infinite one is in that of floats."""
-    if dtype.is_complex or dtype == torch.float64:
-        return True
-    if dtype.is_floating_point:
-        if given.dtype == dtype and isinstance(value, np.ndarray):
-            return True
-        exact = torch.as_tensor(value, dtype=torch.float64, device="cpu")
-        return bool((exact.to(dtype).float().isfinite() | ~exact.isfinite()).all())
-    if given.dtype == dtype:
+def _outside(told: Callable[[], str], dtype: torch.dtype) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{told()}, which is outside of what {dtype} can hold. Create the variable with a wider dtype, or "
+        f"write torch.as_tensor(value).to({dtype}) if another number is meant."
+    )
+
+
+def _has_range_for(dtype: torch.dtype, given: torch.Tensor) -> bool:
+    """Whether an integer dtype, or bool, has each of these whole numbers."""
+    if dtype.is_complex or dtype.is_floating_point or given.dtype == dtype:
         return True
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     numbers = given.numpy()  # torch finds no least and greatest one of the wide unsigned dtypes
     return low <= int(numbers.min()) and int(numbers.max()) <= high
+
+
+def _became_infinite(made: torch.Tensor, value: Any) -> bool:
+    """Whether numbers are too large for a floating dtype; an infinite one is not."""
+    if made.dtype == torch.float64:
+        return False
+    if isinstance(value, int | float):
+        return math.isfinite(value) and not math.isfinite(made)
+    if isinstance(value, np.ndarray) and value.itemsize <= made.itemsize:
+        return False
+    lowest, highest = torch.aminmax(made.float())
+    if math.isfinite(lowest) and math.isfinite(highest):
+        return False
+    return not bool((made.float().isfinite() | ~torch.as_tensor(value, dtype=torch.float64).isfinite()).all())
