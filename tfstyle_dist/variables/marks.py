@@ -179,10 +179,13 @@ class TensorMarks:
 
     def renew(self) -> None:
         """Remembers the tensors as they are now."""
-        if not self.same():
-            for mark in self._marks:
-                mark.renew()
-            self._states = self._now()
+        now = self._now()
+        if now is not None and now != self._states:
+            for mark, *state in zip(self._marks, *now, strict=True):
+                mark._state = tuple(state)
+        for mark in self._marks if now is None else self._silent:
+            mark.renew()
+        self._states = now
 
 
 def marked(value: Any, outer: tuple[int, ...] = ()) -> Any:
