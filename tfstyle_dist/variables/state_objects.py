@@ -30,6 +30,7 @@ _SHARED = frozenset({
     "_asyncio", "_io", "_queue", "_socket", "_thread", "asyncio", "concurrent", "multiprocessing", "numpy", "pandas",
     "queue", "socket", "sqlite3", "subprocess", "threading",
 })  # fmt: skip
+"""Of these packages an object is one for all replicas, and so is a helper that has it."""
 _DATA = torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler
 _MOST_HELD = 4096
 """Of entries in a container of state, such as averages of all parameters; more are data."""
