@@ -213,7 +213,7 @@ def test_any_object_may_be_adopted(strategy: Any) -> None:
             self.number, self.seen = 0, [0]
 
     data, own = Counter(), strategy.experimental_adopt(Counter())
-    data.rows, own.rows = (np.zeros(2) for _ in range(2))  # what has arrays is shared, unless it is adopted
+    data.rows, own.rows = (np.zeros(2000) for _ in range(2))  # what has long arrays is shared, unless it is adopted
 
     def step() -> None:
         for counter in (data, own):

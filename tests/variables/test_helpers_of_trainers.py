@@ -85,11 +85,11 @@ class Data(Dataset[int]):
         Helper.__init__(self)  # type: ignore[arg-type]
 
 
-COMMON: dict[str, Any] = {"array": lambda: np.zeros(2), "lock": threading.Lock, "thread": threading.Event}
+COMMON: dict[str, Any] = {"array": lambda: np.zeros(2000), "lock": threading.Lock, "thread": threading.Event}
 
 
 @pytest.mark.parametrize("kind", [*COMMON, "data"])
-def test_what_has_arrays_or_threads_or_data_stays_one_for_all(strategy: Any, kind: str) -> None:
+def test_what_has_long_arrays_or_threads_or_data_stays_one_for_all(strategy: Any, kind: str) -> None:
     """Replicas with counters of their own would write to each other's entries of an array."""
     helper = Data() if kind == "data" else Helper()
     if kind != "data":

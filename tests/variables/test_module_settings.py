@@ -27,6 +27,10 @@ def _nothing_said_yet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "tfstyle_dist")
 
 
+class Table(dict[str, Any]):
+    """A dict of a class of its own, which may do more than a dict does."""
+
+
 class Attributes(dict[str, Any]):
     """A dict whose entries are read as attributes, as many programs have one."""
 
@@ -81,18 +85,52 @@ def use(array: Any) -> None:
     array[1] += 1
 
 
+def count_within(settings: Any) -> None:
+    settings["loss"]["calls"] += 1
+
+
 COUNTING = [
-    (lambda: argparse.Namespace(tau=1.0), anneal, "'tau' in Model.settings "),
-    (lambda: types.SimpleNamespace(tau=1.0), anneal, "'tau' in Model.settings "),
-    (lambda: Attributes(tau=1.0), anneal, "'tau' in Model.settings "),
-    (lambda: collections.Counter(calls=1), count, "'calls' in Model.settings "),
-    (lambda: argparse.Namespace(loss=Attributes(tau=1.0)), anneal_within, r"'tau' in Model.settings\.loss "),
-    (lambda: np.zeros(3), use, "numpy array attribute 'settings' of Model .*register_buffer"),
-    (lambda: np.array([np.nan, 0.0]), use, "numpy array attribute 'settings' of Model "),
+    (lambda: Table(calls=1), count, "'calls' in Model.settings "),
+    (lambda: Table(loss=Table(calls=1)), count_within, r"'calls' in Model.settings\.loss "),
+    (lambda: np.zeros(4)[:3], use, "numpy array attribute 'settings' of Model .*register_buffer"),
+    (lambda: np.array([np.nan, 0.0, 1.0])[:2], use, "numpy array attribute 'settings' of Model "),
     (lambda: itertools.count(), next, "iterator attribute 'settings' of Model .*self.calls"),
     (lambda: iter([0.1] * 20), next, "iterator attribute 'settings' of Model "),
     (lambda: iter(range(20)), next, "iterator attribute 'settings' of Model "),
 ]
+OWN: list[tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any], Any], Any]] = [
+    (lambda: argparse.Namespace(tau=1.0), anneal, lambda s: s.tau, 0.125),
+    (lambda: types.SimpleNamespace(tau=1.0), anneal, lambda s: s.tau, 0.125),
+    (lambda: Attributes(tau=1.0), anneal, lambda s: s.tau, 0.125),
+    (lambda: argparse.Namespace(loss=Attributes(tau=1.0)), anneal_within, lambda s: s.loss.tau, 0.125),
+    (lambda: types.SimpleNamespace(loss=types.SimpleNamespace(tau=1.0)), anneal_within, lambda s: s.loss.tau, 0.125),
+    (lambda: collections.Counter(calls=1), count, lambda s: s["calls"], 4),
+    (lambda: np.zeros(3), use, lambda s: s[1], 3.0),
+    (lambda: np.zeros(3, dtype=np.int32), use, lambda s: s[1], 3),
+]
+
+
+@pytest.mark.parametrize("strategy", [two_replicas, lambda: td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])])
+@pytest.mark.parametrize(("settings", "change", "read", "last"), OWN)
+def test_settings_that_are_each_replicas_own(
+    strategy: Callable[[], td.Strategy],
+    settings: Callable[[], Any],
+    change: Callable[[Any], None],
+    read: Callable[[Any], Any],
+    last: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own = settings()
+    found: list[Any] = []
+
+    def change_and_note(settings: Any) -> None:
+        change(settings)
+        found.append(read(settings))
+
+    trained(strategy(), own, change_and_note)
+    assert found[-2:] == [last, last]
+    assert read(own) == last or isinstance(own, collections.Counter)
+    assert SAID not in caplog.text
 
 
 @pytest.mark.parametrize("strategy", [two_replicas, lambda: td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])])
@@ -113,18 +151,18 @@ def test_a_step_that_counts_in_settings_is_said_once(
 def test_settings_that_are_found_later_or_change_later(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[int] = []
 
-    def anneal_in_the_end(settings: Any) -> None:
+    def count_in_the_end(settings: Any) -> None:
         calls.append(0)
         if len(calls) > 8:
-            settings.tau *= 0.5
+            count(settings)
 
-    trained(two_replicas(), argparse.Namespace(tau=1.0), anneal_in_the_end, runs=5)
+    trained(two_replicas(), Table(calls=1), count_in_the_end, runs=5)
     assert SAID in caplog.text
 
 
 def set_once(settings: Any) -> None:
-    settings.tau = 0.5
-    settings.seen = True
+    settings["calls"] = 5
+    settings["seen"] = True
 
 
 def leave_alone(settings: Any) -> None:
@@ -132,12 +170,12 @@ def leave_alone(settings: Any) -> None:
 
 
 def keep_for_each(settings: Any) -> None:
-    settings.losses = [*getattr(settings, "losses", ()), 1.0]
+    settings["losses"] = [*settings.get("losses", ()), 1.0]
 
 
 @pytest.mark.parametrize("change", [set_once, leave_alone, keep_for_each])
 def test_nothing_is_said_where_no_number_advances(change: Callable[[Any], None], caplog: Any) -> None:
-    trained(two_replicas(), argparse.Namespace(tau=1.0), change)
+    trained(two_replicas(), Table(calls=1), change)
     assert SAID not in caplog.text
 
 
@@ -169,7 +207,7 @@ def write_the_same(array: Any) -> None:
 
 @pytest.mark.parametrize("change", [write_its_own, write_the_same, leave_alone])
 def test_arrays_in_which_no_element_advances_twice(change: Callable[[Any], None], caplog: Any) -> None:
-    trained(two_replicas(), np.array([0.0, 0.0, np.nan]), change)
+    trained(two_replicas(), np.array([0.0, 0.0, np.nan, 1.0])[:3], change)
     assert SAID not in caplog.text
 
 
@@ -182,7 +220,7 @@ class Odd(argparse.Namespace):
 @pytest.mark.parametrize("beside", [np.zeros(3), itertools.count(), iter([1])], ids=["array", "count", "iterator"])
 def test_settings_beside_arrays_and_iterators(beside: Any, caplog: pytest.LogCaptureFixture) -> None:
     """What is no settings itself kept everything from being looked at."""
-    trained(two_replicas(), types.SimpleNamespace(beside=beside, tau=1.0), anneal)
+    trained(two_replicas(), Table(beside=beside, calls=1), count)
     assert SAID in caplog.text
 
 

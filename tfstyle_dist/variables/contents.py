@@ -1,8 +1,8 @@
 """What the objects of a program hold for each replica of this process, and the exchange when the turn passes.
 
 Objects stay the same and hold what the replica that has the turn finds in them: of a module (with its buffers), an
-optimizer, a scheduler the ``__dict__``, of a parameter the inside, of a ``torch.Generator`` the state. Cross-replica
-context shows replica 0's. What was written there reaches the other replicas of this process when the next run begins
+optimizer, a scheduler the ``__dict__``, of a parameter the inside, of a ``torch.Generator`` the state; of what has none
+of these see ``held_inside``. Cross-replica context shows replica 0's. What was written there reaches the other replicas of this process when the next run begins
 (``enter``), if a cheap mark changed; other workers write it themselves, or all call ``sync_buffers``.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.runtime.random_streams import RandomStreams, is_of_the_streams
+from tfstyle_dist.runtime.random_streams import RandomStreams
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import kept_buffers, metrics, state_objects
 from tfstyle_dist.variables.common_objects import CommonObjects
 from tfstyle_dist.variables.counterparts import Counterparts
 from tfstyle_dist.variables.data_reads import DataReads
 from tfstyle_dist.variables.data_writes import DataWrites
-from tfstyle_dist.variables.generator_states import GeneratorStates
+from tfstyle_dist.variables.held_inside import HeldInside
 from tfstyle_dist.variables.home_buffers import HomeBuffers
 from tfstyle_dist.variables.object_content import ObjectContent, ObjectMarks, when_gone
 from tfstyle_dist.variables.parameter_rows import ParameterRows
@@ -69,7 +69,8 @@ class ReplicaContents:
         self._objects: list[ObjectContent] = []
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
         self._gone = self._failed = self._ends = self._released = False
-        self.generators, self.settings = GeneratorStates(), SharedSettings()
+        self._inside = HeldInside(self.count, self._places, self.take_object, self._let_go)
+        self.generators, self.settings = self._inside.generators, SharedSettings()
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
         self._marks, self._shared = ObjectMarks(), SharedTensors()
         self._data = DataWrites(lambda: self.active, self._places, self.rows, lambda: self._objects, self._shared)
@@ -88,7 +89,7 @@ class ReplicaContents:
             for thing, content in self._things:
                 content.dicts[before] = thing.__dict__
                 object.__setattr__(thing, "__dict__", content.dicts[after])
-            self.generators.switch(before, after)
+            self._inside.switch(before, after)
             self.random.switch(after)
         self.active = replica
         self.settings.note(replica)
@@ -107,7 +108,7 @@ class ReplicaContents:
         self.finish_taking()
         if begins:
             self.random.begin()
-            self.settings.begin(self._things)
+            self.settings.begin(self._things, self._places)
             self._marks.begin()
         if self._failed:
             self._spreader.copy_all(self._things, self._others)
@@ -116,7 +117,7 @@ class ReplicaContents:
             self._resolve()
         left = self.rows.renew(everything=self._failed, begins=begins)
         self._spreader.renew_views(left, self._things, self._others)
-        self.generators.renew(everything=self._failed)
+        self._inside.renew(everything=self._failed)
         self._buffers.lend(self._things)
         self._failed = False
 
@@ -130,7 +131,7 @@ class ReplicaContents:
         if self.common is None and self._counterparts.find(self._things, self._others):
             self._marks.renew_all(self._things)
         self.rows.mark()
-        self.generators.mark()
+        self._inside.mark()
         self._data.begin()
         self._things = []
 
@@ -180,12 +181,9 @@ class ReplicaContents:
             return True
         if isinstance(value, torch.Tensor):
             return self._take_tensor(value)
-        if isinstance(value, torch.Generator):
-            if not is_of_the_streams(value):
-                self._places[id(value)] = True
-                self.generators.add(value, self.count, when_gone(self._let_go, id(value)))
+        if self._inside.take(value, part, self._released or self.common is not None):
             return True
-        if self._released or not state_objects.is_state(value, part):
+        if self._released or not state_objects.is_state(value, part, self.common is None):
             for own in () if self.common is None else self.common.add(value):
                 self.take(own)
             return False
@@ -207,17 +205,12 @@ class ReplicaContents:
         return True
 
     def take_object(self, value: Any, parts: state_objects.Belongs = state_objects.Belongs.NOTHING) -> None:
-        """Makes the attributes of any object, or the values of any tensor, content; ``parts``: what its own are.
-
-        Raises:
-            TypeError: it has none that could be exchanged.
-        """
+        """Makes the attributes of any object, or the values of any tensor, content; ``parts``: what its own are."""
         if id(value) in self._places or self._released:
             return
         if type(value) is torch.Tensor and not value.requires_grad:
             self._places[id(value)] = self.rows.add(value, when_gone(self._let_go, id(value)), self._running)
             return
-        state_objects.check_adoptable(value)
         dicts: list[dict[str, Any]] = [value.__dict__ if r == self.shown else {} for r in range(self.count)]
         content = self._places[id(value)] = ObjectContent(value, dicts, when_gone(self._let_go, id(value)), self.taken)
         self.taken += 1
@@ -226,6 +219,11 @@ class ReplicaContents:
         if self._running:
             self._things.append((value, content))
         self._spreader.fill(value, content, parts, self._has_taken)
+
+    def check_adoptable(self, value: Any) -> None:
+        """Raises TypeError for what is no content and has no attributes that could be exchanged."""
+        if id(value) not in self._places:
+            state_objects.check_adoptable(value)
 
     def _has_taken(self, thing: Any, content: ObjectContent) -> None:
         metrics.bind(thing, content, self)
@@ -287,14 +285,15 @@ class ReplicaContents:
         if self._released or self._running or self.common is not None:
             return
         self._released = True
+        self._inside.clear()
         self._objects = kept_buffers.keep_buffers(self.objects(), self._places, self.first)
         self._marks.forget()
 
     def _resolve(self) -> None:
         """Forgets what is gone, also what goes with it, and holds all else for the time of a run."""
+        self._inside.drop_dead()
         while self._gone or not self.rows.resolve():
             self._gone = False
             self._places.update(self.rows.drop_dead())
             self._objects = [content for content in self._objects if content.reference() is not None]
-            self.generators.drop_dead()
         self._things = self.objects()

@@ -27,9 +27,9 @@ ATOMS = frozenset({
     torch.memory_format,
 })  # fmt: skip
 CONTAINERS = frozenset({list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque})
-_copied: set[type] = set(CONTAINERS)  # and a library's own: see count_as_containers
+_copied: set[type] = {*CONTAINERS, collections.Counter}  # and a library's own: see count_as_containers
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Buffer})
-_OWN_GENERATORS = ("numpy.random._generator", "numpy.random.mtrand")
+OWN_GENERATORS = ("numpy.random._generator", "numpy.random.mtrand")
 
 
 def count_as_containers(*kinds: type) -> None:
@@ -69,7 +69,7 @@ class Copier:
     def __call__(self, value: Any) -> Any:
         """The replica's value."""
         kind = type(value)
-        if kind in ATOMS:
+        if kind in ATOMS or issubclass(kind, types.ModuleType):  # which may load itself when it is asked
             if kind is weakref.ref and not isinstance(value(), torch.Tensor | None):
                 self._take(value())
             return value
@@ -90,7 +90,7 @@ class Copier:
             return value
         if isinstance(value, RemovableHandle):
             return self._handle(value)
-        if isinstance(value, random.Random) or kind.__module__ in _OWN_GENERATORS:
+        if isinstance(value, random.Random) or kind.__module__ in OWN_GENERATORS:
             return self._note(value, copy.deepcopy(value))
         self._take(value)
         return value

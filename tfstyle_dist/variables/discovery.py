@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from tfstyle_dist.values import PerReplica
@@ -29,7 +30,8 @@ _LIBRARIES = (
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of a path: a user's own packages, those of a system, and those of other environments."""
 _MOST_LOOKED_AT = 256
-_NOTHING = ATOMS.difference((types.FunctionType, types.MethodType, types.ModuleType, weakref.ref)) | {PerReplica}
+_LOOKED_INTO = types.FunctionType, types.MethodType, types.ModuleType, weakref.ref
+_NOTHING = ATOMS.difference(_LOOKED_INTO) | {PerReplica, np.ndarray}
 _NO_VALUE = object()
 
 
@@ -101,7 +103,7 @@ class Discovery:
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._value(part, seen, (), depth)
         elif isinstance(value, list | tuple | dict):
-            if depth < 3:
+            if depth < 3 and not (isinstance(value, dict) and self._take(value, belongs)):
                 for part in parts_of(value, _MOST_LOOKED_AT):
                     self._value(part, seen, (), depth + 1, belongs)
         elif isinstance(value, torch.Tensor):

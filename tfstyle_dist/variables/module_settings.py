@@ -1,4 +1,4 @@
-"""What modules have and all replicas of a process share: settings as an ``argparse.Namespace``, arrays, iterators.
+"""What modules have and all replicas of a process share: settings in a dict of a class of its own, arrays, iterators.
 
 They are the program's own, as are lists and numbers: many modules, and the script itself, read one. A number in them
 that ``forward`` multiplies or counts up advances once for each replica, which ``SharedSettings`` says. So does an
@@ -12,7 +12,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.variables.copies import is_container
+from tfstyle_dist.variables.own_arrays import KINDS
 
 _MOST = 1000
 """Of entries, which are data if they are more, and of numbers that are compared."""
@@ -30,8 +31,6 @@ _NUMBERS = frozenset({bool, int, float})
 _NAMES = frozenset({str, int})
 _SPACES = (argparse.Namespace, types.SimpleNamespace)
 _COUNTERS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))
-_KINDS = "biufc"
-"""Of arrays: those of numbers."""
 
 Place = tuple[int, int | str, str]
 """An object by its ``id``, which settings of it (the number of a group, or how it is called), and the name of one."""
@@ -75,21 +74,32 @@ class ModuleSettings:
 
     def __init__(self) -> None:
         self._holders: list[tuple[weakref.ref[Any], str]] = []  # an object, and the name of its attribute
+        self._own: Mapping[int, Any] = {}
 
     def __bool__(self) -> bool:
         return bool(self._holders)
 
-    def find(self, things: list[tuple[Any, Any]]) -> None:
-        """Looks for them; ``things``: the objects whose attributes are content, each with its content."""
+    def find(self, things: list[tuple[Any, Any]], own: Mapping[int, Any]) -> None:
+        """Looks for them.
+
+        Args:
+            things: the objects whose attributes are content, each with its content.
+            own: what is content, by ``id``; ``True`` where that is what is inside.
+        """
+        self._own = own
         found = {
             id(value): (weakref.ref(thing), name, isinstance(value, np.ndarray))
             for thing, _ in reversed(things)
             for name, value in list(thing.__dict__.items())
-            if _are_settings(value)
+            if _are_settings(value) and not self._are_own(value)
         }
         arrays = [(thing, name) for thing, name, is_array in reversed(found.values()) if is_array]
         self._holders = [(thing, name) for thing, name, is_array in found.values() if not is_array]
         self._holders += arrays[:_MOST_ARRAYS]
+
+    def _are_own(self, value: Any) -> bool:
+        known = self._own.get(id(value))
+        return known is True or (known is not None and isinstance(value, argparse.Namespace))
 
     def now(self) -> dict[Place, Any]:
         """The first numbers in them, elements and positions; of settings that cannot be looked into none."""
@@ -104,7 +114,8 @@ class ModuleSettings:
         found: dict[Place, Any] = {}
         for reference, name in self._holders:
             thing = reference()
-            if thing is None or not _are_settings(value := thing.__dict__.get(name)):
+            value = None if thing is None else thing.__dict__.get(name)
+            if not _are_settings(value) or self._are_own(value):
                 continue
             if isinstance(value, np.ndarray):
                 found[id(value), type(thing).__name__, name] = Elements(value)
@@ -118,7 +129,7 @@ class ModuleSettings:
 def _are_settings(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, np.ndarray):
-        return value.dtype.kind in _KINDS and 0 < value.size <= _MOST
+        return value.dtype.kind in KINDS and 0 < value.size <= _MOST
     return issubclass(kind, _COUNTERS) or _have_entries(value)
 
 

@@ -7,6 +7,7 @@ step may count: a warning says so.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tfstyle_dist.core.logging import warn_once
@@ -30,17 +31,18 @@ class SharedSettings:
         self._changed: dict[tuple[Place, int], int] = {}  # by which replica, between which calls
         self._elements: dict[tuple[Place, int], set[int]] = {}  # of arrays: which were
 
-    def begin(self, things: list[tuple[Any, Any]]) -> None:
+    def begin(self, things: list[tuple[Any, Any]], own: Mapping[int, Any]) -> None:
         """A run begins: nobody has changed anything in it. What takes time is looked at in runs 1, 2, 4, 8 and so on.
 
         Args:
             things: the objects whose attributes are content, each with its content.
+            own: see ``ModuleSettings.find``.
         """
         self._runs += 1
         looks = not self._runs & (self._runs - 1)
         self.of_groups.begin(looks)
         if looks:
-            self._of_modules.find(things)
+            self._of_modules.find(things, own)
         self._calls.clear()
         self._changed.clear()
         self._elements.clear()

@@ -16,25 +16,21 @@ import torch.utils.data
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.common_objects import HeldInCommon
 from tfstyle_dist.variables.copies import ATOMS
+from tfstyle_dist.variables.own_arrays import is_common
 
 # Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
 _SKIPPED = (
-    "_io", "_pytest", "argparse", "asyncio", "builtins", "collections", "concurrent", "contextlib", "ctypes",
+    "_io", "_pytest", "asyncio", "builtins", "collections", "concurrent", "contextlib", "ctypes",
     "datasets", "enum", "functools", "importlib", "inspect", "io", "itertools", "keras", "logging", "matplotlib",
     "multiprocessing", "numpy", "pandas", "pathlib", "pluggy", "pytest", "queue", "re", "sklearn", "subprocess",
     "tensorboard",
     "tfstyle_dist", "threading", "tokenizers", "tqdm", "types", "typing", "unittest", "weakref",
     *torch_internals.MACHINERY,
 )  # fmt: skip
-_SHARED = frozenset({
-    "_asyncio", "_io", "_queue", "_socket", "_thread", "asyncio", "concurrent", "multiprocessing", "numpy", "pandas",
-    "queue", "socket", "sqlite3", "subprocess", "threading",
-})  # fmt: skip
-"""Of these packages an object is one for all replicas, and so is a helper that has it."""
 _DATA = torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler
 _MOST_HELD = 4096
 """Of entries in a container of state, such as averages of all parameters; more are data."""
-_FEW = 64
+FEW = 64
 """Of entries in a container of objects that hold state, such as the groups of an optimizer; more are data."""
 _DEPTH = 6
 """Of objects within each other that are looked into for such objects."""
@@ -44,6 +40,9 @@ MOST_LOOKED_AT = 256
 """Of entries in a container that a step has filled."""
 BOXES = (dict, list, tuple, set, deque)
 HOLDERS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+
+
+_ALONE = torch.Tensor, enum.Enum, types.ModuleType, *HOLDERS
 
 
 class Belongs(enum.IntEnum):
@@ -57,7 +56,7 @@ class Belongs(enum.IntEnum):
     """It is a part of such a one: it counts whatever it holds."""
 
 
-def is_state(thing: Any, part: Belongs = Belongs.NOTHING) -> bool:
+def is_state(thing: Any, part: Belongs = Belongs.NOTHING, arrays: bool = True) -> bool:
     """Whether an object's attributes are content.
 
     Those of modules, optimizers, schedulers and scalers are, those of optimizers of a library's own class too. Those of
@@ -66,6 +65,7 @@ def is_state(thing: Any, part: Belongs = Belongs.NOTHING) -> bool:
     Args:
         thing: any object.
         part: what it was found in.
+        arrays: whether replicas have elements of their own in small arrays.
     """
     if isinstance(thing, HOLDERS):
         if isinstance(thing, torch.jit.ScriptModule):
@@ -76,26 +76,31 @@ def is_state(thing: Any, part: Belongs = Belongs.NOTHING) -> bool:
         return not _is_unfinished(thing)
     if isinstance(thing, HeldInCommon) or not is_plain(thing):
         return False
-    if part is Belongs.PART or _is_optimizer(thing) or _holds_state(thing, 2, None):
+    if part is Belongs.PART or is_optimizer(type(thing)) or _holds_state(thing, 2, None):
         return True
-    return _holds_state(thing, _DEPTH, [None] * _MOST_VALUES) or (part is Belongs.BESIDE and is_helper(thing))
+    return _holds_state(thing, _DEPTH, [None] * _MOST_VALUES) or (part is Belongs.BESIDE and is_helper(thing, arrays))
 
 
 def belongings(thing: Any) -> Belongs:
     """What the objects are that an object has."""
-    if isinstance(thing, HOLDERS) or _is_optimizer(thing):
+    if isinstance(thing, HOLDERS) or is_optimizer(type(thing)):
         return Belongs.PART
     return Belongs.BESIDE if _has_state_beside(thing) else Belongs.NOTHING
 
 
 def _has_state_beside(thing: Any) -> bool:
-    return any(isinstance(held, HOLDERS) for held in list(thing.__dict__.values()))
+    return any(issubclass(type(held), HOLDERS) for held in list(thing.__dict__.values()))
 
 
-def is_helper(thing: Any) -> bool:
+def is_helper(thing: Any, arrays: bool = True) -> bool:
     """Whether an object, with all that it has, is small and of this program alone: a counter, a schedule, a callback.
 
-    Not what has arrays, data, threads or files: of these there is one, and who uses it must find what belongs to it.
+    Not what has long arrays, data, threads or files: of these there is one, and who uses it must find what belongs to
+    it.
+
+    Args:
+        thing: an object or a container.
+        arrays: as above.
     """
     seen: set[int] = set()
     stack: list[Any] = [(thing,)]
@@ -104,19 +109,19 @@ def is_helper(thing: Any) -> bool:
         parts = parts_of(one, _MOST_HELD) if isinstance(one, BOXES) else list(one.__dict__.values())
         for part in parts:
             kind = type(part)
-            if kind in ATOMS or id(part) in seen or isinstance(part, (torch.Tensor, enum.Enum, *HOLDERS)):
+            if kind in ATOMS or id(part) in seen or issubclass(kind, _ALONE):
                 continue
             seen.add(id(part))
-            if len(seen) > _MOST_VALUES or kind.__module__.partition(".")[0] in _SHARED or isinstance(part, _DATA):
+            if len(seen) > _MOST_VALUES or isinstance(part, _DATA) or is_common(part, arrays):
                 return False
             if isinstance(part, BOXES) or (is_plain(part) and not _has_state_beside(part)):
                 stack.append(part)
     return True
 
 
-def _is_optimizer(thing: Any) -> bool:
+def is_optimizer(kind: type) -> bool:
     """Whether this is what a library that has its own class of optimizers, such as fastai, calls one."""
-    return all(callable(getattr(type(thing), name, None)) for name in ("step", "zero_grad", "state_dict"))
+    return all(callable(getattr(kind, name, None)) for name in ("step", "zero_grad", "state_dict"))
 
 
 def _is_unfinished(thing: Any) -> bool:
@@ -172,7 +177,7 @@ def stays(value: Any, depth: int = 2) -> bool:
     """
     if isinstance(value, HOLDERS):
         return is_state(value)
-    most = MOST_LOOKED_AT if depth > 1 else _FEW
+    most = MOST_LOOKED_AT if depth > 1 else FEW
     return is_plain(value) and any(
         isinstance(part, HOLDERS) or (depth > 1 and is_plain(part) and stays(part, depth - 1))
         for held in list(value.__dict__.values())
@@ -245,7 +250,7 @@ def _is_or_holds(value: Any, depth: int, left: list[None] | None, outer: tuple[i
         parts = parts_of(value, _MOST_HELD)
         if parts and isinstance(value, dict):  # what is kept of each parameter, by the parameter
             parts += dict.keys(value)
-        depth = depth if left is not None and len(parts) <= _FEW else 0
+        depth = depth if left is not None and len(parts) <= FEW else 0
         return any(_is_or_holds(part, depth, left, (*outer, id(value))) for part in parts)
     if left is not None and isinstance(value, Mapping):  # of its own class, as those of tensordict; in it are others
         return is_plain(value) and _holds_state(value, depth, left, (*outer, id(value)))

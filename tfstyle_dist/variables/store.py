@@ -139,6 +139,7 @@ class ParameterStore:
         if self.contents is not None:
             if not isinstance(thing, torch.Tensor):
                 self._discovery.look(None, (thing,))
+                self.contents.check_adoptable(thing)
             self.contents.take_object(thing)
             self.contents.finish_taking()
 

@@ -58,6 +58,7 @@ TABLES = {
         "steps_places",
         "steps_written",
         "steps_kept",
+        "steps_states",
         "steps_trained",
         "steps_gradients_changed",
         "steps_wrapped",

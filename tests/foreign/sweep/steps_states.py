@@ -1,0 +1,458 @@
+"""Steps that keep what they count in a dict, a namespace, numpy arrays or counters of collections."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections import Counter, OrderedDict, defaultdict
+
+import numpy as np
+import torch
+from programs import BROAD, Net, Run, case, sgd
+from torch.nn import functional as F
+
+NO_JOBS = tuple(form for form in BROAD if form not in ("elastic", "servers"))
+"""What is inside of arrays, dicts and namespaces is a worker's in elastic jobs, and a function's on servers."""
+OF_SHARES = {"reference": "ranks", "forms": ("replicas", "ranks", "central")}
+
+
+def rated(optimizer, rate):
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def trained(run, state, step, **values):
+    """Steps of ``state["model"]``."""
+    run.go(step)
+    return run.result(state["model"], **values)
+
+
+# ---- a dict with the model and the optimizer ----------------------------------------------------------------------
+
+
+def made(run, kind=dict, **others):
+    with run.scope():
+        model = Net()
+        return kind(model=model, optimizer=sgd(model), **others)
+
+
+@case("steps", "dict-of-state-warm-up", forms=NO_JOBS)
+def dict_warm_up(run):
+    state = made(run, step=0)
+
+    def step(i):
+        state["step"] += 1
+        rated(state["optimizer"], 0.2 * min(1.0, state["step"] / 4))
+        x, y = run.xy(i)
+        state["optimizer"].zero_grad()
+        F.mse_loss(state["model"](x), y).backward()
+        state["optimizer"].step()
+
+    found = trained(run, state, step)
+    return {**found, "steps": state["step"]}
+
+
+@case("steps", "dict-of-state-bias-correction", forms=NO_JOBS)
+def dict_adam(run):
+    with run.scope():
+        model = Net()
+    state = {"model": model, "t": 0, "m": [torch.zeros_like(p) for p in model.parameters()]}
+
+    def step(i):
+        x, y = run.xy(i)
+        model.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        state["t"] += 1
+        with torch.no_grad():
+            for p, m in zip(model.parameters(), state["m"], strict=True):
+                m.mul_(0.9).add_(p.grad, alpha=0.1)
+                p.sub_(0.1 * m / (1 - 0.9 ** state["t"]))
+
+    return trained(run, state, step)
+
+
+@case("steps", "dict-of-state-that-changes-outside", forms=NO_JOBS)
+def dict_outside(run):
+    state = made(run, OrderedDict, step=0, epoch=0, scale=1.0)
+
+    def step(i):
+        state["step"] += 1
+        x, y = run.xy(i)
+        state["optimizer"].zero_grad()
+        (F.mse_loss(state["model"](x), y) * state["scale"] / state["step"]).backward()
+        state["optimizer"].step()
+
+    for epoch in range(3):
+        state["epoch"], state["step"], state["scale"] = epoch, 0, 0.5**epoch
+        for i in range(2):
+            run.run(step, 2 * epoch + i)
+    return run.result(state["model"], steps=state["step"])
+
+
+@case("steps", "dict-of-state-gets-new-names", forms=NO_JOBS)
+def dict_new_names(run):
+    state = made(run)
+
+    def step(i):
+        state.setdefault("first", float(i))
+        state[f"seen_{i}"] = True
+        state.pop(f"seen_{i - 2}", None)
+        x, y = run.xy(i)
+        state["optimizer"].zero_grad()
+        (F.mse_loss(state["model"](x), y) * len(state)).backward()
+        state["optimizer"].step()
+
+    return trained(run, state, step, count=len(state))
+
+
+@case("steps", "dict-of-nets-and-optimizers", forms=NO_JOBS)
+def dict_of_dicts(run):
+    with run.scope():
+        nets = {"one": Net(), "other": Net()}
+        state = defaultdict(int)
+        state.update(nets=nets, optimizers={name: sgd(net) for name, net in nets.items()})
+
+    def step(i):
+        x, y = run.xy(i)
+        for name, optimizer in state["optimizers"].items():
+            state["calls"] += 1
+            optimizer.zero_grad()
+            (F.mse_loss(state["nets"][name](x), y) / state["calls"]).backward()
+            optimizer.step()
+
+    run.go(step)
+    return run.result(*nets.values(), calls=state["calls"])
+
+
+@case("steps", "dict-of-state-iterated-over-backward", forms=NO_JOBS)
+def dict_iterated(run):
+    with run.scope():
+        model, other = Net(), Net()
+        optimizers = {"a": sgd(model), "b": sgd(other)}
+        nets = {"a": model, "b": other}
+
+    def step(i):
+        x, y = run.xy(i)
+        for name, net in nets.items():
+            optimizers[name].zero_grad()
+            F.mse_loss(net(x), y).backward()
+            optimizers[name].step()
+        if i == 2:
+            nets["c"] = nets["a"]
+            optimizers["c"] = optimizers["a"]
+
+    run.go(step)
+    return run.result(model, other)
+
+
+@case("steps", "dict-of-state-best-loss", **OF_SHARES)
+def dict_best(run):
+    state = made(run, best=float("inf"), waited=0, losses=[])
+
+    def step(i):
+        x, y = run.xy(i)
+        state["optimizer"].zero_grad()
+        loss = F.mse_loss(state["model"](x), y)
+        loss.backward()
+        state["losses"].append(loss.item())
+        if loss.item() < state["best"]:
+            state["best"], state["waited"] = loss.item(), 0
+        else:
+            state["waited"] += 1
+        state["optimizer"].step()
+        return torch.tensor([state["best"], state["waited"], len(state["losses"])])
+
+    run.go(step)
+    return {"each": run.each(lambda: torch.tensor([state["best"], state["waited"], *state["losses"]]))}
+
+
+# ---- namespaces ---------------------------------------------------------------------------------------------------
+
+
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+class Itself(dict):
+    def __init__(self, **entries):
+        super().__init__(entries)
+        self.__dict__ = self
+
+
+def _namespace(kind):
+    def program(run: Run):
+        with run.scope():
+            model = Net()
+            optimizer = sgd(model)
+        state = kind(step=0, lr=0.2)
+
+        def step(i):
+            state.step += 1
+            state.lr *= 0.9
+            rated(optimizer, state.lr / state.step)
+            x, y = run.xy(i)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+        run.go(step, 3)
+        state.lr = 0.3
+        run.go(step, 3)
+        return run.result(model, step=state.step, lr=state.lr)
+
+    return program
+
+
+KINDS = {"simple": types.SimpleNamespace, "argparse": argparse.Namespace, "attributes": Attributes, "itself": Itself}
+for _name, _kind in KINDS.items():
+    case("steps", f"namespace-of-state-{_name}", forms=NO_JOBS)(_namespace(_kind))
+
+
+@case("steps", "namespace-that-is-an-argument", forms=NO_JOBS)
+def namespace_argument(run):
+    state = made(run, types.SimpleNamespace, step=0, ema=None)
+
+    def step(i, state):
+        x, y = run.xy(i)
+        state.optimizer.zero_grad()
+        (F.mse_loss(state.model(x), y) * 0.9**state.step).backward()
+        state.optimizer.step()
+        state.step += 1
+        weight = state.model.a.weight.detach()
+        state.ema = weight.clone() if state.ema is None else state.ema.lerp(weight, 0.2)
+
+    run.go(step, 6, state)
+    return run.result(state.model, steps=state.step, ema=state.ema)
+
+
+@case("steps", "namespace-with-the-model", forms=NO_JOBS)
+def namespace_with_model(run):
+    state = made(run, types.SimpleNamespace, step=0, inner=types.SimpleNamespace(tau=1.0))
+
+    def step(i):
+        state.step += 1
+        state.inner.tau *= 0.5
+        x, y = run.xy(i)
+        state.optimizer.zero_grad()
+        (F.mse_loss(state.model(x), y) * (1 + state.inner.tau) / state.step).backward()
+        state.optimizer.step()
+
+    run.go(step)
+    return run.result(state.model, step=state.step, tau=state.inner.tau)
+
+
+@case("steps", "namespace-of-a-module", forms=NO_JOBS)
+def namespace_of_a_module(run):
+    class Configured(Net):
+        def __init__(self, config):
+            super().__init__()
+            self.config = config
+
+        def forward(self, x):
+            self.config.tau *= 0.9
+            return super().forward(x) * self.config.tau
+
+    with run.scope():
+        model = Configured(argparse.Namespace(tau=1.0))
+        optimizer = sgd(model)
+
+    def step(i):
+        x, y = run.xy(i)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    run.go(step)
+    return run.result(model, tau=model.config.tau)
+
+
+# ---- arrays -------------------------------------------------------------------------------------------------------
+
+
+class _RunningMeanStd:
+    def __init__(self, size):
+        self.mean, self.var, self.count = np.zeros(size), np.ones(size), 1e-4
+
+    def update(self, x):
+        mean, var, count = x.mean(0), x.var(0), len(x)
+        delta, total = mean - self.mean, self.count + count
+        self.mean += delta * count / total
+        self.var = (self.var * self.count + var * count + delta**2 * self.count * count / total) / total
+        self.count = total
+
+    def normalized(self, x):
+        return torch.from_numpy((x - self.mean) / np.sqrt(self.var + 1e-8))
+
+
+@case("steps", "running-mean-in-arrays-of-a-helper", **OF_SHARES)
+def running_mean(run):
+    with run.scope():
+        model = Net()
+        optimizer, stats = sgd(model), _RunningMeanStd(6)
+
+    def step(i):
+        x, y = run.xy(i)
+        stats.update(x.numpy())
+        optimizer.zero_grad()
+        F.mse_loss(model(stats.normalized(x.numpy())), y).backward()
+        optimizer.step()
+
+    run.go(step)
+    return run.result(model, stats=run.each(lambda: torch.from_numpy(np.stack([stats.mean, stats.var]))))
+
+
+@case("steps", "array-of-a-module-written-in-place", **OF_SHARES)
+def array_of_a_module(run):
+    class Shifted(Net):
+        def __init__(self):
+            super().__init__()
+            self.shift = np.zeros(6)
+
+        def forward(self, x):
+            self.shift *= 0.9
+            self.shift += 0.1 * x.detach().numpy().mean(0)
+            return super().forward(x - torch.from_numpy(self.shift))
+
+    with run.scope():
+        model = Shifted()
+        optimizer = sgd(model)
+
+    def step(i):
+        x, y = run.xy(i)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    run.go(step, 3)
+    model.shift[:] = 0.5
+    run.go(step, 3)
+    return run.result(model, shifts=run.each(lambda: torch.from_numpy(model.shift)))
+
+
+@case("steps", "array-of-a-trainer-counts", forms=NO_JOBS)
+def array_of_a_trainer(run):
+    class Trainer:
+        def __init__(self):
+            self.model = Net()
+            self.optimizer, self.counts = sgd(self.model), np.zeros(3, dtype=np.int64)
+
+        def step(self, i):
+            x, y = run.xy(i)
+            self.counts[i % 3] += 1
+            self.optimizer.zero_grad()
+            (F.mse_loss(self.model(x), y) / int(self.counts.sum())).backward()
+            self.optimizer.step()
+
+    with run.scope():
+        trainer = Trainer()
+    run.go(trainer.step)
+    return run.result(trainer.model, counts=torch.from_numpy(trainer.counts.copy()))
+
+
+@case("steps", "bandit-with-a-generator-of-numpy", forms=NO_JOBS)
+def bandit(run):
+    class Bandit:
+        def __init__(self):
+            self.rng, self.counts, self.values = np.random.default_rng(0), np.zeros(3), np.zeros(3)
+
+        def arm(self):
+            return int(self.rng.integers(3)) if self.rng.random() < 0.5 else int(self.values.argmax())
+
+        def tell(self, arm, reward):
+            self.counts[arm] += 1
+            self.values[arm] += (reward - self.values[arm]) / self.counts[arm]
+
+    with run.scope():
+        model = Net()
+        optimizer, bandit = sgd(model), Bandit()
+
+    def step(i):
+        x, y = run.xy(i)
+        arm = bandit.arm()
+        rated(optimizer, (0.05, 0.1, 0.2)[arm])
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        bandit.tell(arm, float(i % 4) - 0.1 * arm)
+
+    run.go(step, 12)
+    return run.result(model, values=torch.from_numpy(bandit.values.copy()))
+
+
+class _Replay:
+    """A ring of examples with its place; all that is stored is found again."""
+
+    def __init__(self, size):
+        self.data, self.at, self.full = np.zeros((size, 6)), 0, 0
+
+    def add(self, rows):
+        for row in rows:
+            self.data[self.at] = row
+            self.at, self.full = (self.at + 1) % len(self.data), min(self.full + 1, len(self.data))
+
+    def mean(self):
+        return torch.from_numpy(self.data[: self.full].mean(0))
+
+
+@case("steps", "ring-of-examples-of-a-process", **OF_SHARES)
+def small_ring(run):
+    with run.scope():
+        model = Net()
+        optimizer, ring = sgd(model), _Replay(64)
+
+    def step(i):
+        x, y = run.xy(i)
+        ring.add(x.numpy())
+        optimizer.zero_grad()
+        F.mse_loss(model(x - ring.mean()), y).backward()
+        optimizer.step()
+
+    run.go(step)
+    return run.result(model, full=ring.full)
+
+
+@case("steps", "long-ring-of-examples-loses-none", forms=NO_JOBS)
+def long_ring(run):
+    with run.scope():
+        model = Net()
+        optimizer, ring = sgd(model), _Replay(4000)
+
+    def step(i):
+        x, y = run.xy(i)
+        ring.add(x.numpy())
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    run.go(step)
+    empty = int((ring.data[: ring.full] == 0).all(1).sum())
+    return run.result(model, empty=empty)
+
+
+# ---- counters of collections --------------------------------------------------------------------------------------
+
+
+@case("steps", "counter-of-a-module", forms=NO_JOBS)
+def counter_of_a_module(run):
+    class Counting(Net):
+        def __init__(self):
+            super().__init__()
+            self.calls = Counter()
+
+        def forward(self, x):
+            self.calls["forward"] += 1
+            return super().forward(x) / self.calls["forward"]
+
+    with run.scope():
+        model = Counting()
+        optimizer = sgd(model)
+
+    def step(i):
+        x, y = run.xy(i)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    run.go(step)
+    return run.result(model, calls=model.calls["forward"])

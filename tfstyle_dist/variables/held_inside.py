@@ -1,0 +1,200 @@
+"""What is inside of objects that stay, and is exchanged: elements of arrays, entries of a trainer's dict or namespace.
+
+A dict and a ``types.SimpleNamespace`` have no attributes that could be exchanged. All replicas begin with the same
+entries, and each goes on from there.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tfstyle_dist.runtime.random_streams import is_of_the_streams
+from tfstyle_dist.variables.copies import ATOMS, is_container
+from tfstyle_dist.variables.generator_states import GeneratorStates
+from tfstyle_dist.variables.object_content import ObjectContent, when_gone
+from tfstyle_dist.variables.own_arrays import OwnArrays, is_common, is_own_array
+from tfstyle_dist.variables.state_objects import (
+    FEW,
+    HOLDERS,
+    MOST_LOOKED_AT,
+    Belongs,
+    belongings,
+    is_helper,
+    is_optimizer,
+    parts_of,
+)
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+def has_entries(value: Any, part: Belongs) -> bool:
+    """Whether this is a dict or a namespace whose entries count as the attributes of an object do.
+
+    A dict does if a module, an optimizer or the like is in it, or in a short container in it; one whose entries are
+    read as attributes, and a ``types.SimpleNamespace``, as an object of a class of the program's would.
+
+    Args:
+        value: anything.
+        part: what it was found in.
+    """
+    if not isinstance(value, dict | types.SimpleNamespace):
+        return False
+    held = _inside(value)
+    if dict.__len__(held) > MOST_LOOKED_AT or not all(type(name) is str for name in dict.keys(held)):
+        return False
+    values = list(dict.values(held))
+    if any(map(_is_or_has_holder, values)):
+        counts = type(value) in _DICTS or _is_namespace(value)
+    elif part is Belongs.NOTHING or not _is_namespace(value):
+        return False
+    else:
+        counts = part is Belongs.PART or is_helper(held)
+    return counts and not any(map(is_common, values))
+
+
+def _is_or_has_holder(value: Any, depth: int = 2) -> bool:
+    kind = type(value)
+    if kind in ATOMS or issubclass(kind, torch.Tensor):
+        return False
+    if is_container(value) or kind is tuple:
+        return depth > 0 and any(_is_or_has_holder(part, depth - 1) for part in parts_of(value, FEW))
+    return issubclass(kind, HOLDERS) or is_optimizer(kind)
+
+
+def _is_namespace(value: Any) -> bool:
+    kind = type(value)
+    if isinstance(value, types.SimpleNamespace):
+        return True
+    if kind in _DICTS or not kind.__dictoffset__:
+        return False
+    attributes = object.__getattribute__(value, "__dict__")
+    return attributes is value or (hasattr(kind, "__getattr__") and not attributes)
+
+
+def _inside(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else vars(value)
+
+
+class Entries:
+    """Stands for a dict or a namespace: what is in it are the attributes of this one.
+
+    Attributes:
+        box: the dict or the namespace.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "box")
+
+    def __init__(self, box: Any) -> None:
+        self.box, self.__dict__ = box, _inside(box)
+
+
+class HeldInside:
+    """The generators, arrays, dicts and namespaces that are content. Nothing can refer to the last two weakly.
+
+    Args:
+        count: of the replicas.
+        places: what is content, by ``id``.
+        take: makes the attributes of an object content, and those of what it has, which belong to what is said.
+        let_go: called with the ``id`` of what is gone.
+
+    Attributes:
+        generators: their states.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        places: dict[int, Any],
+        take: Callable[[Any, Belongs], None],
+        let_go: Callable[[int], None],
+    ) -> None:
+        self._count, self._places, self._take, self._let_go = count, places, take, let_go
+        self.generators, self._arrays = GeneratorStates(), OwnArrays()
+        self._entries: dict[int, tuple[Entries, ObjectContent]] = {}  # by the ``id`` of the dict or namespace
+
+    def take(self, value: Any, part: Belongs, generators_alone: bool) -> bool:
+        """Exchanges what is inside of an object from now on; returns whether something is.
+
+        Args:
+            value: any object.
+            part: what it was found in.
+            generators_alone: all else is as it is for any object, as in elastic jobs, where it is a worker's.
+        """
+        if isinstance(value, torch.Generator):
+            if not is_of_the_streams(value):
+                self.generators.add(value, self._count, when_gone(self._let_go, id(value)))
+                self._places[id(value)] = True
+            return True
+        if generators_alone:
+            return False
+        if is_own_array(value):
+            if not self._arrays.add(value, self._count, when_gone(self._let_go, id(value))):
+                return False
+        elif has_entries(value, part):
+            entries = Entries(value)
+            self._take(entries, max(part, belongings(entries)))
+            self._entries[id(value)] = entries, self._places[id(entries)]
+        else:
+            return False
+        self._places[id(value)] = True
+        return True
+
+    def switch(self, before: int, after: int) -> None:
+        """All have what replica ``before`` has made of them; they get that of ``after``."""
+        self.generators.switch(before, after)
+        self._arrays.switch(before, after)
+        for entries, content in self._entries.values():
+            content.dicts[before] = dict(dict.items(box := _inside(entries.box)))
+            _put(box, entries.__dict__)
+            entries.__dict__ = content.dicts[after] = box
+
+    def renew(self, everything: bool) -> None:
+        """What cross-replica context has changed is as it left it; entries are compared as attributes are.
+
+        Args:
+            everything: all is.
+        """
+        self.generators.renew(everything)
+        self._arrays.renew(everything)
+
+    def mark(self) -> None:
+        """Remembers all as it is."""
+        self.generators.mark()
+        self._arrays.mark()
+
+    def drop_dead(self) -> None:
+        """Forgets what is gone, and dicts and namespaces that nobody holds but this object."""
+        self.generators.drop_dead()
+        self._arrays.drop_dead()
+        for number in [number for number, (entries, _) in self._entries.items() if _references(entries) <= _ALONE]:
+            del self._entries[number], self._places[number]
+
+    def clear(self) -> None:
+        """Nobody asks for dicts and namespaces any more."""
+        for number in self._entries:
+            del self._places[number]
+        self._entries = {}
+
+
+def _put(box: dict[str, Any], entries: dict[str, Any]) -> None:
+    """Gives a dict other entries; who iterates over it meanwhile goes on if the keys are the same."""
+    kind: Any = OrderedDict if isinstance(box, OrderedDict) else dict
+    if list(kind.keys(box)) != list(entries):
+        kind.clear(box)
+    for name, value in entries.items():
+        if dict.get(box, name, box) is not value:
+            kind.__setitem__(box, name, value)
+
+
+def _references(entries: Entries) -> int:
+    """To a dict or namespace; a dict is the attributes too, and those of the replica that is shown."""
+    return sys.getrefcount(entries.box) - 2 * (entries.box is entries.__dict__)
+
+
+_ALONE = _references(Entries(types.SimpleNamespace()))
