@@ -1,9 +1,9 @@
 """What the objects of a program hold for each replica of this process, and the exchange when the turn passes.
 
 Objects stay the same and hold what the replica that has the turn finds in them: of a module (with its buffers), an
-optimizer, a scheduler the ``__dict__``, of a parameter the inside, of a ``torch.Generator`` the state; of what has none
-of these see ``held_inside``. Cross-replica context shows replica 0's. What was written there reaches the other replicas of this process when the next run begins
-(``enter``), if a cheap mark changed; other workers write it themselves, or all call ``sync_buffers``.
+optimizer, a scheduler the ``__dict__``, of a parameter the inside, of a ``torch.Generator`` the state (``HeldInside``).
+Cross-replica context shows replica 0's. What was written there reaches the other replicas of this process when the next
+run begins (``enter``), if a cheap mark changed; other workers write it themselves, or all call ``sync_buffers``.
 """
 
 from __future__ import annotations
