@@ -219,6 +219,36 @@ def test_an_array_that_the_step_names_is_shared(strategy: Any) -> None:
     assert (counts.tolist(), held[0].tolist()) == ([1.0, 1.0], [1.0, 1.0])
 
 
+_state: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("named", ["closure", "global", "itself"])
+def test_an_object_that_has_the_dict_has_the_same(strategy: Any, named: str) -> None:
+    class Scheduled:
+        def __init__(self, state: dict[str, Any]) -> None:
+            self.model, self.state = state["model"], state
+
+        def last(self) -> int:
+            return int(self.state["step"])
+
+    model, own = model_of(strategy), {}  # type: ignore[var-annotated]
+    state = _state if named == "global" else own
+    state.clear()
+    state.update(model=model, step=0)
+    a_trainer = Scheduled(state)
+    if named == "itself":
+        state["state"] = state
+
+    def step() -> tuple[int, int]:
+        used = _state if named == "global" else own.get("state", own)
+        used["step"] += 1 + replica()
+        return a_trainer.last(), state["step"]
+
+    strategy.run(step)
+    assert local(strategy, step) == ((2, 2), (4, 4))
+    _state.clear()
+
+
 def test_a_namespace_is_adopted(strategy: Any) -> None:
     space = strategy.experimental_adopt(types.SimpleNamespace(count=0))
 

@@ -77,7 +77,7 @@ class ReplicaContents:
         self.data_reads = DataReads(self._data)
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
         self._counterparts = Counterparts(self._places, self.take, self.switch, self.rows.follow)
-        self._spreader = Spreader(self.count, self.take, self.rows, self._counterparts, adopt)
+        self._spreader = Spreader(self.count, self.take, self.rows, self._counterparts, adopt, self._inside.same)
 
     def switch(self, replica: int | None) -> None:
         """See ``Content``."""

@@ -9,7 +9,7 @@ import functools
 import random
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class Copier:
             is.
         copy: makes the replica's tensor of one of replica 0's.
         known: what the replica already has, by the ``id`` of what replica 0 has.
+        same: as ``known``; none of it is copied.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class Copier:
         take: Callable[[Any], bool],
         copy: Callable[[torch.Tensor], torch.Tensor],
         known: dict[int, tuple[Any, Any]] | None = None,
+        same: Mapping[int, tuple[Any, Any]] = types.MappingProxyType({}),
     ) -> None:
         self._take, self._copy = take, copy
-        self._known = {} if known is None else known
+        self._known, self._same = {} if known is None else known, same
 
     def __call__(self, value: Any) -> Any:
         """The replica's value."""
@@ -73,7 +75,7 @@ class Copier:
             if kind is weakref.ref and not isinstance(value(), torch.Tensor | None):
                 self._take(value())
             return value
-        known = self._known.get(id(value))
+        known = self._same.get(id(value)) or self._known.get(id(value))
         if known is not None:
             return known[1]
         if isinstance(value, torch.Tensor):

@@ -12,6 +12,7 @@ import os
 import sysconfig
 import types
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist
 _MOST_LOOKED_AT = 256
 _LOOKED_INTO = types.FunctionType, types.MethodType, types.ModuleType, weakref.ref
 _NOTHING = ATOMS.difference(_LOOKED_INTO) | {PerReplica, np.ndarray}
-_NO_VALUE = object()
+_DICTS = frozenset({dict, OrderedDict, defaultdict})
 
 
 class Discovery:
@@ -126,11 +127,14 @@ class Discovery:
                     self._value(getattr(value, slot.__name__, None), seen, (), depth + 1, Belongs.NOTHING)
 
     def _function(self, function: types.FunctionType, seen: set[int]) -> None:
+        closed: list[Any] = []
         for cell in function.__closure__ or ():
             try:
-                self._value(cell.cell_contents, seen, (), 0)
+                closed.append(cell.cell_contents)
             except ValueError:  # not bound yet
                 continue
+        for value in _dicts_first(closed):
+            self._value(value, seen, (), 0)
         if function.__defaults__:
             for default in function.__defaults__:
                 self._value(default, seen, (), 0)
@@ -140,9 +144,9 @@ class Discovery:
         (names, carried), space = self._names_of(function.__code__), function.__globals__
         if carried:
             self.carrying.append((function, carried))
-        for name in names:
-            value = space.get(name, _NO_VALUE)
-            if value is not _NO_VALUE and type(value) is not type:
+        named = [space[name] for name in names if name in space]
+        for value in _dicts_first(named):
+            if type(value) is not type:
                 self._value(value, seen, names, 0)
 
     def _names_of(self, code: types.CodeType) -> tuple[tuple[str, ...], ...]:
@@ -152,6 +156,11 @@ class Discovery:
             names = dict.fromkeys(name for c in (() if library else with_inner(code)) for name in c.co_names)
             known = self._names[code] = tuple(names), () if library else carried_in(code)
         return known
+
+
+def _dicts_first(values: list[Any]) -> list[Any]:
+    """The same values, and before them those which objects that have one of them must find taken."""
+    return [value for value in values if type(value) in _DICTS] + values
 
 
 def _is_library(path: str | None) -> bool:

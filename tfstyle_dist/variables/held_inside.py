@@ -85,13 +85,13 @@ class Entries:
     """Stands for a dict or a namespace: what is in it are the attributes of this one.
 
     Attributes:
-        box: the dict or the namespace.
+        same: the dict or the namespace, and what other replicas have in its place: the same.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "box")
+    __slots__ = ("__dict__", "__weakref__", "same")
 
     def __init__(self, box: Any) -> None:
-        self.box, self.__dict__ = box, _inside(box)
+        self.same, self.__dict__ = (box, box), _inside(box)
 
 
 class HeldInside:
@@ -105,6 +105,7 @@ class HeldInside:
 
     Attributes:
         generators: their states.
+        same: of the dicts and namespaces what other replicas have in their place, by ``id``: the same.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class HeldInside:
         self._count, self._places, self._take, self._let_go = count, places, take, let_go
         self.generators, self._arrays = GeneratorStates(), OwnArrays()
         self._entries: dict[int, tuple[Entries, ObjectContent]] = {}  # by the ``id`` of the dict or namespace
+        self.same: dict[int, tuple[Any, Any]] = {}
 
     def take(self, value: Any, part: Belongs, generators_alone: bool) -> bool:
         """Exchanges what is inside of an object from now on; returns whether something is.
@@ -138,6 +140,7 @@ class HeldInside:
                 return False
         elif has_entries(value, part):
             entries = Entries(value)
+            self.same[id(value)] = entries.same
             self._take(entries, max(part, belongings(entries)))
             self._entries[id(value)] = entries, self._places[id(entries)]
         else:
@@ -150,7 +153,7 @@ class HeldInside:
         self.generators.switch(before, after)
         self._arrays.switch(before, after)
         for entries, content in self._entries.values():
-            content.dicts[before] = dict(dict.items(box := _inside(entries.box)))
+            content.dicts[before] = dict(dict.items(box := _inside(entries.same[0])))
             _put(box, entries.__dict__)
             entries.__dict__ = content.dicts[after] = box
 
@@ -173,13 +176,14 @@ class HeldInside:
         self.generators.drop_dead()
         self._arrays.drop_dead()
         for number in [number for number, (entries, _) in self._entries.items() if _references(entries) <= _ALONE]:
-            del self._entries[number], self._places[number]
+            del self._entries[number], self._places[number], self.same[number]
 
     def clear(self) -> None:
         """Nobody asks for dicts and namespaces any more."""
         for number in self._entries:
             del self._places[number]
-        self._entries = {}
+        self._entries.clear()
+        self.same.clear()
 
 
 def _put(box: dict[str, Any], entries: dict[str, Any]) -> None:
@@ -194,7 +198,7 @@ def _put(box: dict[str, Any], entries: dict[str, Any]) -> None:
 
 def _references(entries: Entries) -> int:
     """To a dict or namespace; a dict is the attributes too, and those of the replica that is shown."""
-    return sys.getrefcount(entries.box) - 2 * (entries.box is entries.__dict__)
+    return sys.getrefcount(entries.same[0]) - 2 * (entries.same[0] is entries.__dict__)
 
 
 _ALONE = _references(Entries(types.SimpleNamespace()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ class Spreader:
         rows: the parameters; they know where copies belong, and which memory stands for which.
         counterparts: what a replica has in the place of what the first one made in a step.
         adopt: called with a parameter that a module got outside of every scope, and the module.
+        same: by ``id`` what all replicas have in common, although it could be copied.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class Spreader:
         rows: ParameterRows,
         counterparts: Counterparts,
         adopt: Callable[[torch.Tensor, torch.nn.Module], None],
+        same: Mapping[int, tuple[Any, Any]],
     ) -> None:
         self._count, self._take, self._device, self._twins, self._adopt = count, take, rows.device, rows.twins, adopt
-        self._counterparts = counterparts
+        self._counterparts, self._same = counterparts, same
         self._unfilled: list[tuple[Any, ObjectContent, Belongs]] = []
         self.forget()
 
@@ -60,7 +62,7 @@ class Spreader:
         def copy(value: torch.Tensor) -> torch.Tensor:
             return self._twins.copy(replica, value, self._device(replica, value.device))
 
-        return Copier(partial(self._take, part=parts), copy, self._known[replica])
+        return Copier(partial(self._take, part=parts), copy, self._known[replica], self._same)
 
     def fill(
         self, thing: Any, content: ObjectContent, parts: Belongs, then: Callable[[Any, ObjectContent], None]
