@@ -59,6 +59,7 @@ TABLES = {
         "steps_written",
         "steps_kept",
         "steps_states",
+        "steps_arrays",
         "steps_trained",
         "steps_gradients_changed",
         "steps_wrapped",
