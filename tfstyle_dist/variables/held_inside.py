@@ -151,7 +151,8 @@ class HeldInside:
     def switch(self, before: int, after: int) -> None:
         """All have what replica ``before`` has made of them; they get that of ``after``."""
         self.generators.switch(before, after)
-        self._arrays.switch(before, after)
+        if self._arrays.kept:
+            self._arrays.switch(before, after)
         for entries, content in self._entries.values():
             content.dicts[before] = dict(dict.items(box := _inside(entries.same[0])))
             _put(box, entries.__dict__)
@@ -164,17 +165,20 @@ class HeldInside:
             everything: all is.
         """
         self.generators.renew(everything)
-        self._arrays.renew(everything)
+        if self._arrays.kept:
+            self._arrays.renew(everything)
 
     def mark(self) -> None:
         """Remembers all as it is."""
         self.generators.mark()
-        self._arrays.mark()
+        if self._arrays.kept:
+            self._arrays.mark()
 
     def drop_dead(self) -> None:
         """Forgets what is gone, and dicts and namespaces that nobody holds but this object."""
         self.generators.drop_dead()
-        self._arrays.drop_dead()
+        if self._arrays.kept:
+            self._arrays.drop_dead()
         for number in [number for number, (entries, _) in self._entries.items() if _references(entries) <= _ALONE]:
             del self._entries[number], self._places[number], self.same[number]
 

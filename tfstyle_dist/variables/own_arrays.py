@@ -57,10 +57,14 @@ class _Kept:
 
 
 class OwnArrays:
-    """The arrays whose elements are exchanged when the turn passes."""
+    """The arrays whose elements are exchanged when the turn passes.
+
+    Attributes:
+        kept: what is known of each; where there is none, nothing else needs to be asked.
+    """
 
     def __init__(self) -> None:
-        self._all: list[_Kept] = []
+        self.kept: list[_Kept] = []
 
     def add(self, array: np.ndarray[Any, Any], count: int, gone: Callable[[Any], None]) -> bool:
         """Gives each of ``count`` replicas the elements that an array has; false if there are too many arrays.
@@ -70,9 +74,9 @@ class OwnArrays:
             count: of the replicas.
             gone: called when it is gone.
         """
-        if len(self._all) >= _MOST_ARRAYS:
+        if len(self.kept) >= _MOST_ARRAYS:
             return False
-        self._all.append(_Kept(array, count, gone))
+        self.kept.append(_Kept(array, count, gone))
         return True
 
     def switch(self, before: int, after: int) -> None:
@@ -97,11 +101,11 @@ class OwnArrays:
             kept.mark = array.tobytes()
 
     def _living(self) -> list[tuple[np.ndarray[Any, Any], _Kept]]:
-        return [(array, kept) for kept in self._all if (array := kept.reference()) is not None]
+        return [(array, kept) for kept in self.kept if (array := kept.reference()) is not None]
 
     def drop_dead(self) -> None:
         """Forgets those that are gone."""
-        self._all = [kept for kept in self._all if kept.reference() is not None]
+        self.kept = [kept for kept in self.kept if kept.reference() is not None]
 
 
 def _write(array: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
