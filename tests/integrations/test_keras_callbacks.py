@@ -210,6 +210,34 @@ def test_a_variable_of_the_program_that_is_set_before_the_first_step(
         assert ("the Keras variable 'share'" in caplog.text) == (not held)
 
 
+def test_another_model_that_a_callback_changes(strategy: tfd.Strategy) -> None:
+    """An average of the weights, which is evaluated and trained by all afterwards; the second time it is known."""
+
+    class Average(keras.callbacks.Callback):
+        def __init__(self, average: keras.Model) -> None:
+            super().__init__()
+            self.average = average
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            pairs = zip(self.average.get_weights(), self.model.get_weights(), strict=True)
+            self.average.set_weights([0.5 * a + 0.5 * b for a, b in pairs])
+
+    def trained(scope: Any) -> list[np.ndarray]:
+        keras.utils.set_random_seed(1)
+        with scope:
+            model, average = dense(), dense()
+        callback, found = Average(average), []
+        for _ in range(2):
+            model.fit(X, Y, batch_size=64, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
+            found += [np.array(average.evaluate(*TEST, verbose=0)), weights_of(average)]
+        average.fit(X, Y, batch_size=64, epochs=1, shuffle=False, verbose=0)
+        return [*found, weights_of(average)]
+
+    for ours, plain in zip(trained(strategy.scope()), trained(contextlib.nullcontext()), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-3, atol=1e-4)
+        assert bool((np.diff(everywhere(strategy, ours), axis=0) == 0).all())
+
+
 def test_stopping_in_the_middle_of_an_epoch(strategy: tfd.Strategy) -> None:
     """TerminateOnNaN decides after a batch, so the workers meet after each."""
     model = made(strategy, optimizer=keras.optimizers.SGD(1e30))

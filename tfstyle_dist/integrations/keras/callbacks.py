@@ -75,8 +75,7 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             verbose=verbose if self._chief else 0,
             **params,
         )
-        values = [value for callback in given for value in list(vars(callback).values())]
-        steps.outside.note([value for value in values if isinstance(value, keras.Variable)])
+        steps.outside.note([variable for callback in given for variable in _held(callback)])
         mine = [any(_may_change(c) for c in given), steps.outside.news()]
         told = self._group.gather_objects(mine, "callbacks that act on batches")
         self._at_batches = bool(told[0][0])
@@ -179,6 +178,17 @@ def _stamp(variable: Any) -> tuple[int, ...]:
     with raw():
         stored = value if record is None else record.components[0]
         return (id(value), stored.data_ptr(), torch_internals.version_of(stored))
+
+
+def _held(callback: Any) -> list[Any]:
+    """The variables that are attributes of a callback, and those of other models, such as an average of the weights."""
+    held: list[Any] = []
+    for key, value in list(vars(callback).items()):
+        if isinstance(value, keras.layers.Layer) and key != "_model":
+            held += value.variables
+        elif isinstance(value, keras.Variable):
+            held.append(value)
+    return held
 
 
 def _plain(thing: Any) -> dict[str, Any]:
