@@ -383,5 +383,9 @@ def test_what_does_not_match_is_refused(rank: int) -> None:
         for state in (accelerate.state.PartialState, accelerate.state.AcceleratorState):
             state._shared_state.clear()
         accelerate.PartialState()  # the trap: it does not join CPU ranks
-        with pytest.raises(ValueError, match="each process would train alone"):
+        with pytest.raises(ValueError, match=r"each process would train alone.*write PartialState\(cpu=True\)"):
             StrategyAccelerator(strategy=strategy)
+        for state in (accelerate.state.PartialState, accelerate.state.AcceleratorState):
+            state._shared_state.clear()
+        accelerate.PartialState(cpu=True)  # what the message says
+        assert StrategyAccelerator(strategy=strategy).num_processes == 2

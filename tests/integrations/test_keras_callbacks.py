@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import torch
 from keras_models import QUIET, dense, digits, everywhere, weights_of
 
 import tfstyle_dist as tfd
@@ -115,6 +117,125 @@ def test_what_callbacks_log_is_in_the_history_of_all(strategy: tfd.Strategy, ran
     plain.history["learning_rate"] = [9.0]
     history = model.fit(X, Y, batch_size=100, epochs=2, verbose=0, callbacks=[callbacks[0], plain]).history
     assert history["learning_rate"] == [*([9.0] if rank == 0 else []), 0.5, 0.25]
+
+
+class Scaled(keras.layers.Dense):
+    """A layer with a number that a program may change."""
+
+    scale = 1.0
+
+    def call(self, inputs: Any) -> Any:
+        return super().call(inputs) * self.scale
+
+
+class Steered(keras.Model):
+    """Two optimizers, a number in an attribute, and a weight of the loss that is a variable of the program."""
+
+    def __init__(self, weight: keras.Variable) -> None:
+        super().__init__()
+        self.first, self.last = Scaled(8, activation="tanh"), keras.layers.Dense(10)
+        self.beta, self.outside, self.second = 0.0, [lambda: weight], keras.optimizers.SGD(0.1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(self.first(inputs))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        outputs = self(x, training=True)
+        loss = self.compute_loss(y=y, y_pred=outputs)
+        loss = loss + (self.beta + self.outside[0]()) * keras.ops.mean(outputs**2)
+        self.zero_grad()
+        loss.backward()
+        for optimizer, layer in ((self.optimizer, self.first), (self.second, self.last)):
+            weights = layer.trainable_weights
+            if weights:
+                with torch.no_grad():
+                    optimizer.apply([w.value.grad for w in weights], weights)
+        return {"loss": loss}
+
+
+CHANGES: dict[str, Any] = {
+    "an optimizer's rate": lambda model, epoch, _: model.second.learning_rate.assign(0.1 / (1 + epoch)),
+    "a number": lambda model, epoch, _: setattr(model, "beta", np.float32(epoch)),
+    "an optimizer's number": lambda model, epoch, _: setattr(model.optimizer, "clipnorm", 0.01 * (1 + epoch)),
+    "a layer's number": lambda model, epoch, _: setattr(model.first, "scale", 1.0 + epoch),
+    "what is trained": lambda model, epoch, _: setattr(model.first, "trainable", epoch != 1),
+    "a variable of the program": lambda _, epoch, weight: weight.assign(epoch),
+}
+
+
+@pytest.mark.parametrize("batches", [False, True], ids=["epochs", "batches"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_callback_of_the_chief_changes_besides_weights(
+    strategy: tfd.Strategy, change: str, batches: bool
+) -> None:
+    """As on one device: in silence each worker went on with its own, and the weights drifted apart."""
+
+    def trained(scope: Any) -> np.ndarray:
+        keras.utils.set_random_seed(1)
+        with scope:
+            weight = keras.Variable(0.0, trainable=False)
+            model = Steered(weight)
+            model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        name = "on_train_batch_end" if batches else "on_epoch_begin"
+        callback = keras.callbacks.LambdaCallback(**{name: lambda now, logs: CHANGES[change](model, now, weight)})
+        for _ in range(2):
+            model.fit(X, Y, batch_size=64, epochs=3, shuffle=False, verbose=0, callbacks=[callback])
+        return weights_of(model)
+
+    weights = trained(strategy.scope())
+    np.testing.assert_allclose(weights, trained(contextlib.nullcontext()), rtol=1e-4, atol=1e-6)
+    assert bool((np.diff(everywhere(strategy, weights), axis=0) == 0).all())
+
+
+def test_a_variable_of_the_program_that_is_set_before_the_first_step(
+    strategy: tfd.Strategy, rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody knows then that the steps will read it, so it is named; in an attribute of the callback it is known."""
+
+    class Sets(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            weight.assign(2.0)
+
+    for held in (True, False):
+        with strategy.scope():
+            weight = keras.Variable(0.0, trainable=False, name="share")
+            model = Steered(weight)
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        callback = Sets()
+        if held:
+            callback.weight = weight
+        model.fit(X, Y, batch_size=64, epochs=1, verbose=0, callbacks=[callback])
+        assert everywhere(strategy, [float(weight)]).ravel().tolist() == [2.0, 2.0]
+        assert ("the Keras variable 'share'" in caplog.text) == (not held)
+
+
+def test_another_model_that_a_callback_changes(strategy: tfd.Strategy) -> None:
+    """An average of the weights, which is evaluated and trained by all afterwards; the second time it is known."""
+
+    class Average(keras.callbacks.Callback):
+        def __init__(self, average: keras.Model) -> None:
+            super().__init__()
+            self.average = average
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            pairs = zip(self.average.get_weights(), self.model.get_weights(), strict=True)
+            self.average.set_weights([0.5 * a + 0.5 * b for a, b in pairs])
+
+    def trained(scope: Any) -> list[np.ndarray]:
+        keras.utils.set_random_seed(1)
+        with scope:
+            model, average = dense(), dense()
+        callback, found = Average(average), []
+        for _ in range(2):
+            model.fit(X, Y, batch_size=64, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
+            found += [np.array(average.evaluate(*TEST, verbose=0)), weights_of(average)]
+        average.fit(X, Y, batch_size=64, epochs=1, shuffle=False, verbose=0)
+        return [*found, weights_of(average)]
+
+    for ours, plain in zip(trained(strategy.scope()), trained(contextlib.nullcontext()), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-3, atol=1e-4)
+        assert bool((np.diff(everywhere(strategy, ours), axis=0) == 0).all())
 
 
 def test_stopping_in_the_middle_of_an_epoch(strategy: tfd.Strategy) -> None:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from keras_models import QUIET, central_ranks
+from keras_models import QUIET, central_ranks, dense, digits
 from this_replica import replica
 
 import tfstyle_dist as tfd
@@ -141,6 +141,31 @@ def test_a_metric_whose_result_is_its_state(strategy: tfd.Strategy) -> None:
         found.append(history["hits"] + [model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)["hits"]])
     assert found[1] == found[0]
     assert found[0][0] > 0
+
+
+class Several(keras.metrics.SparseCategoricalCrossentropy):
+    """A metric with several results, as Keras allows."""
+
+    def result(self) -> Any:
+        value = super().result()
+        return {"entropy": value, "perplexity": keras.ops.exp(value)}
+
+
+@strategy_combinations("mirrored_2", "mirrored_2_workers", timeout=90)
+def test_a_metric_that_has_several_results(strategy: tfd.Strategy) -> None:
+    (x, y), histories = digits()[0], []
+    x, y = x[:90], y[:90]
+    for scope in (strategy.scope(), contextlib.nullcontext()):
+        keras.utils.set_random_seed(1)
+        with scope:
+            model = dense(metrics=[Several(name="of_outputs"), "accuracy"])
+        history = model.fit(x, y, batch_size=40, epochs=2, validation_split=0.2, shuffle=False, verbose=0).history
+        on_batch = model.train_on_batch(x[:7], y[:7], return_dict=True)
+        histories.append({**history, **on_batch, "evaluated": model.evaluate(x, y, verbose=0, return_dict=True)})
+    ours, plain = histories
+    assert ours.keys() == plain.keys()
+    for name, numbers in plain.items():
+        assert ours[name] == pytest.approx(numbers, rel=1e-4)
 
 
 @strategy_combinations("mirrored_3", "mirrored_2_workers")

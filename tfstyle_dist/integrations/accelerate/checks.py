@@ -79,8 +79,10 @@ def check_start(accelerator: Any) -> None:
         raise ValueError(
             f"A launcher started {launch.world_size} processes (WORLD_SIZE), but this Accelerator has "
             f"num_processes={accelerator.num_processes}: each process would train alone. On CPUs accelerate joins the "
-            "processes only if it is told to: set ACCELERATE_USE_CPU=true, make a StrategyAccelerator before the first "
-            "PartialState() or Accelerator() of the program, or use TrainingArguments(use_cpu=True)."
+            "processes only if it is told to: make a StrategyAccelerator before the first PartialState() or "
+            "Accelerator() of the program, or use TrainingArguments(use_cpu=True). Where an Accelerator() comes first, "
+            "set ACCELERATE_USE_CPU=true; where PartialState() does, which a tracker of your own makes, write "
+            "PartialState(cpu=True)."
         )
     if accelerator.num_processes == 1 and launch_env.accelerate_started_one_of_several():
         warnings.warn(

@@ -34,10 +34,22 @@ class StepScope(keras.StatelessScope):  # type: ignore[misc]
         mapping: the ledger's variables, each with its value on this replica.
         replica: its number among all replicas.
         frozen: the ``id()`` of those among them that a step can make trainable.
+        known: the ``id()`` of variables that need no remembering; ``None``: nothing is remembered.
+
+    Attributes:
+        read: the other variables that the step reads.
     """
 
-    def __init__(self, mapping: Sequence[tuple[Any, torch.Tensor]], replica: int, frozen: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        mapping: Sequence[tuple[Any, torch.Tensor]],
+        replica: int,
+        frozen: Iterable[int] = (),
+        known: set[int] | None = None,
+    ) -> None:
         super().__init__(mapping, collect_losses=True)
+        self._known = known
+        self.read: list[Any] = []
         self._mapped = {id(variable) for variable, _ in mapping}
         self._frozen = set(frozen)
         self._assigned: set[int] = set()
@@ -48,6 +60,9 @@ class StepScope(keras.StatelessScope):  # type: ignore[misc]
 
     def get_current_value(self, variable: Any) -> Any:
         """Keras asks for each value."""
+        if self._known is not None and id(variable) not in self._known:
+            self._known.add(id(variable))
+            self.read.append(variable)
         if variable.trainable:
             self._let_go(variable)
         if id(variable) not in self.state_mapping and is_seed(variable) and variable._value is not None:

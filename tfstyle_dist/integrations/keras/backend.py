@@ -47,6 +47,7 @@ __all__ = [
     "get_data_adapter",
     "keras",
     "loss_module",
+    "optimizers_of",
     "outside_stateless_scope",
     "process_seeds",
     "seeds_of",
@@ -93,7 +94,16 @@ def seeds_of(generator: Any) -> Iterator[None]:
 
 
 def every_variable(model: Any) -> list[Any]:
-    """All Keras variables of a model, its metrics and its optimizer, each once."""
-    optimizer = getattr(model, "optimizer", None)
-    found = [*model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else ())]
+    """All Keras variables of a model, its metrics and its optimizers, each once."""
+    found = [*model.variables, *model.metrics_variables]
+    found += [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
     return list({id(v): v for v in found}.values())
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """The optimizer of ``compile``, and those that are attributes of the model, also in a list or a dict."""
+    found = [getattr(model, "optimizer", None)]
+    for value in list(vars(model).values()):
+        found += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    kinds = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
+    return list({id(o): o for o in found if isinstance(o, kinds)}.values())

@@ -1,4 +1,8 @@
-"""Callbacks run on the chief alone; what they decide and change reaches the other workers."""
+"""Callbacks run on the chief alone; what they decide and change reaches the other workers.
+
+What they change are variables, of the model or of the program, and attributes of the model, its layers and its
+optimizers: numbers, texts and ``trainable``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.integrations.keras.backend import every_variable, keras
+from tfstyle_dist.integrations.keras.backend import every_variable, keras, optimizers_of
 from tfstyle_dist.integrations.keras.steps import Steps, share_values
 from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.record import raw
@@ -45,9 +49,9 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     """The callbacks of one ``fit``, ``evaluate`` or ``predict`` on several workers.
 
     The chief runs the user's callbacks and shows the progress bar. After each event the workers meet: the chief tells
-    whether to stop, which epoch comes first, and which variables were changed, and sends those. Every worker has a
-    ``History``, with the numbers and texts of the chief's. A callback with the attribute ``on_every_worker = True``
-    runs on all; it must not change the model.
+    whether to stop, which epoch comes first, and what was changed, and sends it. Every worker has a ``History``, with
+    the numbers and texts of the chief's. A callback with the attribute ``on_every_worker = True`` runs on all; it must
+    not change the model.
 
     Args:
         steps: of the model; made ready before the first event.
@@ -71,8 +75,11 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             verbose=verbose if self._chief else 0,
             **params,
         )
-        told = self._group.numbers(int(any(_may_change(c) for c in given)), "callbacks that act on batches")
-        self._at_batches = bool(told[0])
+        steps.outside.note([variable for callback in given for variable in _held(callback)])
+        mine = [any(_may_change(c) for c in given), steps.outside.news()]
+        told = self._group.gather_objects(mine, "callbacks that act on batches")
+        self._at_batches = bool(told[0][0])
+        share_values(strategy, steps.outside.agree([news for _, news in told]))
 
     def event(self, name: str, call: Callable[[], None]) -> None:
         """Runs one event on this worker and shares what the chief's callbacks did.
@@ -85,14 +92,22 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
                 call()
             return
         self._steps.prepare()
-        before, rows = self._stamps() if self._chief else [], self._rows()
+        before, rows, news = self._stamps() if self._chief else [], self._rows(), self._steps.outside.news()
+        objects = [*self._steps.model._flatten_layers(), *optimizers_of(self._steps.model)]
+        had = [_plain(thing) for thing in objects] if self._chief else []
         error: Exception | None = None
         try:
             with self._alone():
                 call()
         except Exception as raised:
             error = raised  # perhaps raised by all, who go on together
-        self._share(name, error, before, rows)
+        new = [_plain(thing).items() - own.items() for thing, own in zip(objects, had, strict=False)]
+        mine = {"attributes": [[i, *pair] for i, pairs in enumerate(new) for pair in pairs], "outside": news}
+        told = self._share(name, mine, error, before, rows)
+        share_values(self._steps.strategy, self._steps.outside.agree([of_it["outside"] for of_it in told]))
+        if not self._chief:
+            for place, key, value in told[0]["attributes"]:
+                setattr(objects[place], "trainable" if key == "_trainable" else key, value)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -103,17 +118,25 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             ALONE.active = before
 
     def _stamps(self) -> list[tuple[int, ...]]:
-        return [_stamp(v) for v in every_variable(self._steps.model)]
+        return [_stamp(v) for v in self._variables()]
+
+    def _variables(self) -> list[Any]:
+        return [*self._steps.outside.agreed, *every_variable(self._steps.model)]
 
     def _rows(self) -> dict[str, int]:
         """How many values the history has of each log."""
         return {key: len(values) for key, values in self._history.history.items()} if self._history else {}
 
     def _share(
-        self, name: str, error: Exception | None, before: Sequence[tuple[int, ...]], rows: dict[str, int]
-    ) -> None:
+        self,
+        name: str,
+        mine: dict[str, Any],
+        error: Exception | None,
+        before: Sequence[tuple[int, ...]],
+        rows: dict[str, int],
+    ) -> list[dict[str, Any]]:
         model = self._steps.model
-        mine: dict[str, Any] = {"error": None if error is None else f"{type(error).__name__}: {error}"}
+        mine["error"] = None if error is None else f"{type(error).__name__}: {error}"
         if self._chief:
             changed = [i for i, (a, b) in enumerate(zip(before, self._stamps(), strict=False)) if a != b]
             flags = {flag: getattr(model, flag, None) for flag in _FLAGS}
@@ -133,8 +156,9 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             own = self._history.history.setdefault(key, [])
             own[rows.get(key, 0) :] = values
         if told["changed"]:
-            variables = every_variable(model)
+            variables = self._variables()
             share_values(self._steps.strategy, [variables[i] for i in told["changed"]])
+        return told_by
 
     def _added(self, rows: dict[str, int]) -> dict[str, list[Any]]:
         """The numbers and texts that the history has got since; what else a callback logs stays on the chief."""
@@ -154,6 +178,26 @@ def _stamp(variable: Any) -> tuple[int, ...]:
     with raw():
         stored = value if record is None else record.components[0]
         return (id(value), stored.data_ptr(), torch_internals.version_of(stored))
+
+
+def _held(callback: Any) -> list[Any]:
+    """The variables that are attributes of a callback, and those of other models, such as an average of the weights."""
+    held: list[Any] = []
+    for key, value in list(vars(callback).items()):
+        if isinstance(value, keras.layers.Layer) and key != "_model":
+            held += value.variables
+        elif isinstance(value, keras.Variable):
+            held.append(value)
+    return held
+
+
+def _plain(thing: Any) -> dict[str, Any]:
+    """The attributes of a layer or an optimizer that are numbers, texts or nothing."""
+    return {
+        key: value.item() if isinstance(value, np.generic) else value
+        for key, value in list(vars(thing).items())
+        if (value is None or isinstance(value, (*_PLAIN, np.floating, np.integer, np.bool_))) and key not in _FLAGS
+    }
 
 
 def _may_change(callback: Any) -> bool:

@@ -57,7 +57,7 @@ class Ledger:
     """
 
     def __init__(self, model: Any, training: bool, extra: Sequence[Any] = ()) -> None:
-        self.names = list(model.get_metrics_result())
+        self.names = list(own_values(model.get_metrics_result()))
         self._model = model
         candidates = [*model.metrics_variables, *model.non_trainable_variables, *extra]
         self.entries: list[tuple[Any, str]] = []

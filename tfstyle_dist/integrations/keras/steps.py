@@ -21,6 +21,7 @@ from tfstyle_dist.integrations.keras.assigned import StepScope, assign_on_all
 from tfstyle_dist.integrations.keras.backend import every_variable, keras, process_seeds, seeds_of
 from tfstyle_dist.integrations.keras.logs import as_number, as_tensor, own_values
 from tfstyle_dist.integrations.keras.optimizers import claim
+from tfstyle_dist.integrations.keras.outside import Outside
 from tfstyle_dist.integrations.keras.random_numbers import RandomNumbers
 from tfstyle_dist.integrations.keras.refusals import refuse_stateful
 from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
@@ -47,6 +48,9 @@ class Steps:
     Args:
         strategy: whose replicas.
         model: a Keras model; it is built by the time of the first step.
+
+    Attributes:
+        outside: the variables that steps read and the model does not have.
     """
 
     def __init__(self, strategy: Strategy, model: Any) -> None:
@@ -54,6 +58,7 @@ class Steps:
         self._ledgers: dict[bool, Ledger] = {}
         self._seeds: Any = None
         self._random = RandomNumbers(strategy)
+        self.outside = Outside(strategy, model)
         self._ready = False
 
     def prepare(self) -> None:
@@ -116,8 +121,9 @@ class Steps:
             local = context.local_replica_id
             try:
                 logs, told, scope = on_replica(
-                    batch, function, ledger, context.replica_id, begun[local], self._context()
-                )
+                    batch, function, ledger, context.replica_id, begun[local], self._context(),
+                    None if local else self.outside.known,
+                )  # fmt: skip
             finally:
                 CURRENT.assign = before
             if local == 0:
@@ -128,6 +134,7 @@ class Steps:
         with self._random.of_this_worker(), metric_state.untouched(self.strategy):
             told = self.strategy.run(replica, args=(batch,))
         first[0].advance_seeds(self.strategy.worker)
+        self.outside.note(first[0].read)
         total = self.strategy.reduce(ReduceOp.SUM, told, axis=None)
         count = float(total[0])
         ledger.settle(total[1 : 1 + ledger.numel], count)
@@ -161,7 +168,13 @@ class Steps:
 
 
 def on_replica(
-    batch: Any, function: Any, ledger: Ledger, replica: int, mapping: Pairs, context: Any = None
+    batch: Any,
+    function: Any,
+    ledger: Ledger,
+    replica: int,
+    mapping: Pairs,
+    context: Any = None,
+    known: set[int] | None = None,
 ) -> tuple[dict[str, Any], torch.Tensor, StepScope]:
     """One replica's part of a step.
 
@@ -172,6 +185,7 @@ def on_replica(
         replica: its number among all replicas.
         mapping: the values with which the step begins, from ``ledger.begin``.
         context: entered around the step.
+        known: see ``StepScope``.
 
     Returns:
         The logs; the numbers to be summed: the examples, the changes, and for logs that are not just the model's
@@ -182,7 +196,7 @@ def on_replica(
         began = [start.clone() for _, start in mapping]
         before, CURRENT.count = CURRENT.count, count
         try:
-            with StepScope(mapping, replica, ledger.frozen) as scope:
+            with StepScope(mapping, replica, ledger.frozen, known) as scope:
                 for variable in ledger.regularized:  # Keras asks the scope for these, not the variable
                     scope.state_mapping[id(variable)] = variable.value
                 logs = function(batch)
