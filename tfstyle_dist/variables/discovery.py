@@ -1,7 +1,8 @@
 """What a step function uses: modules, optimizers, schedulers and the like that it names.
 
 Looked at are the function's closure, the globals it uses, its defaults and the object it is bound to, the same of the
-functions that it names, the arguments of ``run``, and what plain objects and short containers among all these hold.
+functions that it names and of those that state has, such as hooks, the arguments of ``run``, and what plain objects and
+short containers among all these hold.
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ class Discovery:
             self._value(argument, seen, (), 0)
         self.tensors = named
 
+    def follow(self, function: Any) -> None:
+        """Takes what a function names that a module, a parameter or another object has, such as a hook."""
+        self._value(function, set(), (), 0)
+
     def forget(self) -> None:
         """What was found is not needed any more."""
         self.tensors, self.carrying = [], []
@@ -129,9 +134,8 @@ class Discovery:
                 self._value(cell.cell_contents, seen, (), 0)
             except ValueError:  # not bound yet
                 continue
-        if function.__defaults__:
-            for default in function.__defaults__:
-                self._value(default, seen, (), 0)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._value(default, seen, (), 0)
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             self._value(inspect.unwrap(wrapped), seen, (), 0)

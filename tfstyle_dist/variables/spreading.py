@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import sparse_parts, torch_internals
-from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, Copier
+from tfstyle_dist.variables.copies import MOST_ENTRIES, NAMING, PLAIN_TENSORS, Copier
 from tfstyle_dist.variables.counterparts import Counterparts
+from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.marks import Mark
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import are_alike, has_memory_at
@@ -30,18 +31,22 @@ class Spreader:
         rows: the parameters; they know where copies belong, and which memory stands for which.
         counterparts: what a replica has in the place of what the first one made in a step.
         adopt: called with a parameter that a module got outside of every scope, and the module.
+
+    Attributes:
+        discovery: what finds the objects that functions name.
     """
 
     def __init__(
         self,
         count: int,
-        take: Callable[..., bool],
+        take: Callable[[Any, Belongs], bool],
         rows: ParameterRows,
         counterparts: Counterparts,
         adopt: Callable[[torch.Tensor, torch.nn.Module], None],
     ) -> None:
         self._count, self._take, self._device, self._twins, self._adopt = count, take, rows.device, rows.twins, adopt
-        self._counterparts = counterparts
+        self._counterparts, self.discovery = counterparts, Discovery(take)
+        rows.take = self._take_found
         self._unfilled: list[tuple[Any, ObjectContent, Belongs]] = []
         self.forget()
 
@@ -60,7 +65,13 @@ class Spreader:
         def copy(value: torch.Tensor) -> torch.Tensor:
             return self._twins.copy(replica, value, self._device(replica, value.device))
 
-        return Copier(partial(self._take, part=parts), copy, self._known[replica])
+        return Copier(partial(self._take_found, part=parts), copy, self._known[replica])
+
+    def _take_found(self, value: Any, part: Belongs) -> bool:
+        if isinstance(value, NAMING):
+            self.discovery.follow(value)
+            return False
+        return self._take(value, part)
 
     def fill(
         self, thing: Any, content: ObjectContent, parts: Belongs, then: Callable[[Any, ObjectContent], None]

@@ -15,7 +15,7 @@ import torch.utils.data
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.common_objects import HeldInCommon
-from tfstyle_dist.variables.copies import ATOMS
+from tfstyle_dist.variables.copies import ATOMS, is_container
 
 # Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
 _SKIPPED = (
@@ -136,7 +136,7 @@ def is_plain(thing: Any) -> bool:
     kind = type(thing)
     if isinstance(thing, (type, types.ModuleType, BaseException, threading.Thread, torch.Tensor, enum.Enum, *HOLDERS)):
         return False
-    if not _has_content(thing):
+    if not _has_content(thing) or is_container(thing):
         return False
     if _is_skipped(kind.__module__ or ""):
         return False
