@@ -194,8 +194,7 @@ class ReplicaContents:
                 self.take(parameter)
             if self._one_copy and torch_internals.has_step_hooks(value):  # one update is made for all
                 self.settings.of_groups.add(value)
-                for held in state_objects.parts_of_optimizer(value):
-                    self.take(held, state_objects.Belongs.PART)
+                self._spreader.take_parts(value)
                 return False
         self.take_object(value, max(part, state_objects.belongings(value)))
         return True

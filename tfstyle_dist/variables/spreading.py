@@ -17,7 +17,7 @@ from tfstyle_dist.variables.marks import Mark
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import are_alike, has_memory_at
 from tfstyle_dist.variables.parameter_rows import ParameterRows
-from tfstyle_dist.variables.state_objects import Belongs, belongings
+from tfstyle_dist.variables.state_objects import Belongs, belongings, parts_of_optimizer
 
 Things = Sequence[tuple[Any, ObjectContent]]
 
@@ -67,6 +67,12 @@ class Spreader:
 
         return Copier(partial(self._take_found, part=parts), copy, self._known[replica])
 
+    def take_parts(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes what an optimizer that all replicas have in common has, names in its methods, or calls as hooks."""
+        self.discovery.follow_class(type(optimizer))
+        for held in parts_of_optimizer(optimizer):
+            self._take_found(held, Belongs.PART)
+
     def _take_found(self, value: Any, part: Belongs) -> bool:
         if isinstance(value, NAMING):
             self.discovery.follow(value)
@@ -92,6 +98,7 @@ class Spreader:
         filled = self._unfilled
         try:
             for one, its, has in filled:
+                self.discovery.follow_class(type(one))
                 now = one.__dict__
                 for replica, own in enumerate(its.dicts):
                     if own is not now:

@@ -15,7 +15,7 @@ import torch.utils.data
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.common_objects import HeldInCommon
-from tfstyle_dist.variables.copies import ATOMS, is_container
+from tfstyle_dist.variables.copies import ATOMS, NAMING, is_container
 
 # Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
 _SKIPPED = (
@@ -197,10 +197,10 @@ def optimized_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """The objects that an optimizer has directly or in a container, such as a schedule of its own."""
+    """The objects and functions that an optimizer has directly or in a container: schedules of its own, hooks."""
     for held in list(vars(optimizer).values()):
         parts = parts_of(held, _MOST_HELD) if isinstance(held, list | tuple | dict) else [held]
-        yield from filter(is_plain, parts)
+        yield from (part for part in parts if isinstance(part, NAMING) or is_plain(part))
 
 
 def check_adoptable(thing: Any) -> None:
