@@ -48,3 +48,31 @@ def test_what_was_first_seen_in_inference_mode_is_trained(kind: type[Strategies]
     for weight, part in zip(found, parts, strict=True):
         torch.testing.assert_close(weight, own[0].weight.detach())
         torch.testing.assert_close(part, torch.tensor([0.0, 0.0, 0.2, 0.2, 0.0, 0.0]))
+
+
+@pytest.mark.cpu_only("the pretend accelerator does not compute in inference mode")
+@pytest.mark.parametrize(
+    ("kind", "outside"),
+    [(tfd.MirroredStrategy, False), (tfd.MirroredStrategy, True), (tfd.experimental.CentralStorageStrategy, False)],
+)
+def test_weights_that_are_moved_in_inference_mode(kind: type[Strategies], outside: bool) -> None:
+    with kind(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = torch.nn.Linear(2, 1)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+
+        @torch.inference_mode()
+        def move() -> torch.Tensor:
+            for parameter in model.parameters():
+                parameter.data = parameter.data + 1.0
+                parameter.data.mul_(2.0)
+            return model(torch.ones(1, 2)) - model.bias
+
+        for _ in range(2):
+            if outside:
+                move()
+            else:
+                strategy.run(move)
+        found = strategy.run(lambda: model(torch.ones(1, 2)).detach() - model.bias.detach())
+        assert [float(value) for value in strategy.experimental_local_results(found)] == [20.0, 20.0]

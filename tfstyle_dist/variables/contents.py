@@ -45,7 +45,7 @@ class ReplicaContents:
         rows: the insides of parameters.
         taken: how many objects were taken so far; they are numbered.
         generators, random, settings: those that are content; the replicas' random numbers; what replicas share.
-        on_take: called with the content of an object that is found while a run is under way.
+        on_take, discovery: called with the content of an object that is found in a run; what finds them.
         may_differ: whether replicas may have other parameters: the program asked for updates of their own.
         data_reads: to be installed as long as the strategy is open.
         common: of an elastic job: what a step writes to and all replicas have in common; ``None`` elsewhere.
@@ -65,8 +65,7 @@ class ReplicaContents:
         self.common: CommonObjects | None = None
         self.may_differ = home is not None  # where there is one copy, none differs
         self.rows = ParameterRows(worker.devices, home, home is not None and worker.computes_elsewhere(home))
-        self._buffers = HomeBuffers(home, worker.torch_device(0))
-        self._objects: list[ObjectContent] = []
+        self._buffers, self._objects = HomeBuffers(home, worker.torch_device(0)), list[ObjectContent]()
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
         self._gone = self._failed = self._ends = self._released = False
         self._inside = HeldInside(self.count, self._places, self.take_object, self._let_go)
@@ -78,6 +77,7 @@ class ReplicaContents:
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
         self._counterparts = Counterparts(self._places, self.take, self.switch, self.rows.follow)
         self._spreader = Spreader(self.count, self.take, self.rows, self._counterparts, adopt, self._inside.same)
+        self.discovery = self._spreader.discovery
 
     def switch(self, replica: int | None) -> None:
         """See ``Content``."""
@@ -192,8 +192,7 @@ class ReplicaContents:
                 self.take(parameter)
             if self._one_copy and torch_internals.has_step_hooks(value):  # one update is made for all
                 self.settings.of_groups.add(value)
-                for held in state_objects.parts_of_optimizer(value):
-                    self.take(held, state_objects.Belongs.PART)
+                self._spreader.take_parts(value)
                 return False
         self.take_object(value, max(part, state_objects.belongings(value)))
         return True

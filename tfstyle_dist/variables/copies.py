@@ -26,7 +26,11 @@ ATOMS = frozenset({
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, weakref.ref, torch.layout,
     torch.memory_format,
 })  # fmt: skip
+NAMING = types.FunctionType, types.MethodType
+"""What refers to objects of the program: hooks, methods and callbacks that a module or a trainer has."""
 CONTAINERS = frozenset({list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque})
+_SEQUENCES: tuple[Any, ...] = (list, set, collections.deque)
+_READ = "__new__", "__len__", "__iter__", "__getitem__"
 _copied: set[type] = {*CONTAINERS, collections.Counter}  # and a library's own: see count_as_containers
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Buffer})
 OWN_GENERATORS = ("numpy.random._generator", "numpy.random.mtrand")
@@ -44,15 +48,29 @@ def count_as_containers(*kinds: type) -> None:
 
 def is_container(value: Any) -> bool:
     """Whether a replica has its own copy of this list, dict, set or the like."""
-    return type(value) in _copied
+    return type(value) in _copied or has_attributes_beside(value)
+
+
+def has_attributes_beside(value: Any) -> bool:
+    """Whether this is a list, a set or a deque of a program's own class that is made and read as these are.
+
+    Each replica has its own of it and of its attributes. A dict of such a class is mostly settings, which it shares.
+    """
+    kind = type(value)
+    if kind in _copied or not issubclass(kind, _SEQUENCES):
+        return False
+    base = next(base for base in _SEQUENCES if issubclass(kind, base))
+    return all(getattr(kind, name, None) is getattr(base, name, None) for name in _READ) and not any(
+        vars(c).get("__slots__") for c in kind.__mro__
+    )
 
 
 class Copier:
     """Makes one replica's values from replica 0's.
 
     Args:
-        take: called with each object whose attributes, and each tensor whose inside, may be content; says whether it
-            is.
+        take: called with each object whose attributes, and each tensor whose inside, may be content, and with
+            functions; says whether it is.
         copy: makes the replica's tensor of one of replica 0's.
         known: what the replica already has, by the ``id`` of what replica 0 has.
         same: as ``known``; none of it is copied.
@@ -74,13 +92,15 @@ class Copier:
         if kind in ATOMS or issubclass(kind, types.ModuleType):  # which may load itself when it is asked
             if kind is weakref.ref and not isinstance(value(), torch.Tensor | None):
                 self._take(value())
+            elif kind in NAMING:
+                self._take(value)
             return value
         known = self._same.get(id(value)) or self._known.get(id(value))
         if known is not None:
             return known[1]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if kind in _copied:
+        if is_container(value):
             return value if len(value) > MOST_ENTRIES else self._container(value)
         if isinstance(value, tuple):
             parts = [self(v) for v in value]
@@ -112,6 +132,8 @@ class Copier:
     def _container(self, value: Any) -> Any:
         if isinstance(value, collections.defaultdict):
             own: Any = collections.defaultdict(value.default_factory)
+        elif has_attributes_beside(value):
+            return self._with_attributes(value)
         else:
             own = collections.deque(maxlen=value.maxlen) if isinstance(value, collections.deque) else type(value)()
         self._note(value, own)
@@ -126,6 +148,15 @@ class Copier:
             own.extend(self(entry) for entry in list(value))
         if type(value) not in CONTAINERS:
             own.__dict__.update(value.__dict__)
+        return own
+
+    def _with_attributes(self, value: Any) -> Any:
+        """None of the methods of its class is called."""
+        base = next(base for base in _SEQUENCES if isinstance(value, base))
+        own = self._note(value, base.__new__(type(value)))
+        entries = list(value) if base is set else [self(entry) for entry in list(value)]
+        base.__init__(own, entries, *([value.maxlen] if base is collections.deque else ()))
+        own.__dict__.update({name: self(held) for name, held in list(value.__dict__.items())})
         return own
 
     def _handle(self, value: RemovableHandle) -> RemovableHandle:

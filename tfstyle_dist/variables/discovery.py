@@ -1,7 +1,8 @@
 """What a step function uses: modules, optimizers, schedulers and the like that it names.
 
 Looked at are the function's closure, the globals it uses, its defaults and the object it is bound to, the same of the
-functions that it names, the arguments of ``run``, and what plain objects and short containers among all these hold.
+functions that it names, of those that state has, such as hooks, and of the methods of the program's own classes, the
+arguments of ``run``, and what plain objects and short containers among all these hold.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from tfstyle_dist.variables.state_objects import Belongs, parts_of
 _LIBRARIES = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     os.path.dirname(torch.__file__),  # wherever it was built
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),  # this package, which may lie in a checkout
 )
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of a path: a user's own packages, those of a system, and those of other environments."""
 _MOST_LOOKED_AT = 256
-_LOOKED_INTO = types.FunctionType, types.MethodType, types.ModuleType, weakref.ref
+_LOOKED_INTO = type, types.FunctionType, types.MethodType, types.ModuleType, weakref.ref
 _NOTHING = ATOMS.difference(_LOOKED_INTO) | {PerReplica, np.ndarray}
 _DICTS = frozenset({dict, OrderedDict, defaultdict})
 
@@ -42,20 +44,25 @@ class Discovery:
     Args:
         take: called with every object that is found, and with what it belongs to; says whether its attributes are
             content now.
+        classes: whether to look at the methods of classes.
 
     Attributes:
         tensors: what the function names and all replicas share, such as data; not what it is given.
         carrying: the functions that give other values to variables that they have read, and these variables' names.
     """
 
-    def __init__(self, take: Callable[[Any, Belongs], bool]) -> None:
-        self._take = take
+    def __init__(self, take: Callable[[Any, Belongs], bool], classes: bool = True) -> None:
+        self._take, self._classes = take, classes
         self.tensors: list[torch.Tensor] = []
         self.carrying: list[Carrying] = []
         # Of the user's own functions what they name; of functions of libraries nothing.
         self._names: weakref.WeakKeyDictionary[types.CodeType, tuple[tuple[str, ...], ...]] = (
             weakref.WeakKeyDictionary()
         )
+        self._following = False
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that objects have, and classes
+        self._known_tensors: dict[int, weakref.ref[torch.Tensor]] = {}  # that these functions name
+        self._known_carrying: dict[int, tuple[weakref.ref[types.FunctionType], tuple[str, ...]]] = {}
 
     def look(self, function: Any, arguments: Iterable[Any]) -> None:
         """Takes what a function and its arguments name.
@@ -69,10 +76,35 @@ class Discovery:
         self._value(function, seen, (), 0)
         if isinstance(called := vars(type(function)).get("__call__"), types.FunctionType):
             self._value(called, seen, (), 0)
-        named = list(self.tensors)
+        known = [tensor for reference in self._known_tensors.values() if (tensor := reference()) is not None]
+        named = self.tensors + known
+        self.carrying += [(f, names) for reference, names in self._known_carrying.values() if (f := reference())]
         for argument in arguments:
             self._value(argument, seen, (), 0)
         self.tensors = named
+
+    def follow(self, function: Any) -> None:
+        """Takes what a function names that a module, a parameter or another object has, such as a hook; once."""
+        kept = self.tensors, self.carrying, self._following
+        self.forget()
+        self._following = True
+        try:
+            self._value(function, set(), (), 0)
+            self._known_tensors.update((id(tensor), weakref.ref(tensor)) for tensor in self.tensors)
+            self._known_carrying.update((id(f), (weakref.ref(f), names)) for f, names in self.carrying)
+        finally:
+            self.tensors, self.carrying, self._following = kept
+
+    def follow_class(self, kind: type) -> None:
+        """Takes what the methods of a class name, if it is the program's own; once."""
+        for one in kind.__mro__[:-1] if self._classes and kind not in self._followed else ():
+            if one in self._followed:
+                continue
+            self._followed.add(one)
+            for held in list(vars(one).values()):
+                for function in _functions_of(held):
+                    if not _is_library(getattr(inspect.unwrap(function), "__code__", function.__code__).co_filename):
+                        self.follow(function)
 
     def forget(self) -> None:
         """What was found is not needed any more."""
@@ -93,6 +125,8 @@ class Discovery:
                     self._value(held.get(name), seen, (), 1)
         elif kind is torch.Tensor and not value.requires_grad:
             self.tensors.append(value)
+        elif isinstance(value, type):
+            self.follow_class(value)
         elif isinstance(value, types.FunctionType):
             self._function(value, seen)
         elif isinstance(value, types.MethodType):
@@ -127,6 +161,10 @@ class Discovery:
                     self._value(getattr(value, slot.__name__, None), seen, (), depth + 1, Belongs.NOTHING)
 
     def _function(self, function: types.FunctionType, seen: set[int]) -> None:
+        if self._following:
+            if function in self._followed:
+                return
+            self._followed.add(function)
         closed: list[Any] = []
         for cell in function.__closure__ or ():
             try:
@@ -135,9 +173,8 @@ class Discovery:
                 continue
         for value in _dicts_first(closed):
             self._value(value, seen, (), 0)
-        if function.__defaults__:
-            for default in function.__defaults__:
-                self._value(default, seen, (), 0)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._value(default, seen, (), 0)
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             self._value(inspect.unwrap(wrapped), seen, (), 0)
@@ -146,8 +183,7 @@ class Discovery:
             self.carrying.append((function, carried))
         named = [space[name] for name in names if name in space]
         for value in _dicts_first(named):
-            if type(value) is not type:
-                self._value(value, seen, names, 0)
+            self._value(value, seen, names, 0)
 
     def _names_of(self, code: types.CodeType) -> tuple[tuple[str, ...], ...]:
         known = self._names.get(code)
@@ -161,6 +197,12 @@ class Discovery:
 def _dicts_first(values: list[Any]) -> list[Any]:
     """The same values, and before them those which objects that have one of them must find taken."""
     return [value for value in values if type(value) in _DICTS] + values
+
+
+def _functions_of(held: Any) -> list[types.FunctionType]:
+    """Those of a method, a static method, a property and the like."""
+    found = [held, *(getattr(held, name, None) for name in ("__func__", "fget", "fset", "func"))]
+    return [function for function in found if isinstance(function, types.FunctionType)]
 
 
 def _is_library(path: str | None) -> bool:

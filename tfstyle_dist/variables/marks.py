@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, is_container
+from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, has_attributes_beside, is_container
 
 SILENT_STATISTICS = ("running_mean", "running_var", "min_val", "max_val", "scale", "zero_point")
 """Buffers that kernels write to without counting it: those of batch norm, and of fused fake quantization."""
@@ -25,7 +25,7 @@ class Mark:
         outer: the containers in which it is, by ``id``: one may hold itself.
     """
 
-    __slots__ = ("_beside", "_flat", "_keys", "_marks", "_state", "value")
+    __slots__ = ("_attributes", "_beside", "_flat", "_keys", "_marks", "_state", "value")
 
     def __init__(self, value: Any, outer: tuple[int, ...] = ()) -> None:
         self.value = value
@@ -33,10 +33,13 @@ class Mark:
         self._keys: list[Any] | None = None
         self._flat = True
         self._marks: list[Mark | Any] = []
+        self._attributes: Mark | None = None  # of a list of a class of its own
         if isinstance(value, torch.Tensor):
             self._state: Any = tensor_state(value)
             return
         self._state = len(value)
+        if has_attributes_beside(value):
+            self._attributes = Mark(value.__dict__, (*outer, id(value)))
         if self._state and self._state <= MOST_ENTRIES:
             outer = (*outer, id(value))
             if isinstance(value, dict):
@@ -108,7 +111,8 @@ class Mark:
 
     def parts(self) -> list[Mark]:
         """The marks of what a container holds."""
-        return [mark for mark in self._marks if type(mark) is Mark]
+        beside = [] if self._attributes is None else [self._attributes]
+        return [mark for mark in self._marks if type(mark) is Mark] + beside
 
     def entries(self) -> Iterator[tuple[Any, Mark]]:
         """The keys of a dict, or the places of a sequence, with the marks of the containers and tensors there."""
@@ -122,6 +126,8 @@ class Mark:
         value = self.value
         if isinstance(value, torch.Tensor):
             return True
+        if self._attributes is not None and not self._attributes.has_same_entries():
+            return False
         if len(value) != self._state or (self._keys is not None and not all(map(is_, value, self._keys))):
             return False
         entries = zip(value if self._keys is None else value.values(), self._marks, strict=False)
@@ -139,7 +145,7 @@ class Mark:
         value = self.value
         if isinstance(value, torch.Tensor):
             return tensor_state(value) == self._state and self._is_same_beside()
-        if len(value) != self._state:
+        if len(value) != self._state or (self._attributes is not None and not self._attributes.same()):
             return False
         if not self._state:
             return True

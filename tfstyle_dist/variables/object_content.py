@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, is_container
+from tfstyle_dist.variables.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS, is_container
 from tfstyle_dist.variables.marks import Mark, TensorMarks
 
 
@@ -84,7 +84,7 @@ class ObjectContent:
         self.deep = [
             _renewed(known.get(id(v)), v, tensors)
             for v in copied
-            if type(v) in PLAIN_TENSORS or (is_container(v) and v)
+            if type(v) in PLAIN_TENSORS or (is_container(v) and (len(v) or type(v) not in CONTAINERS))
         ]
 
     def same(self, now: dict[str, Any]) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from itertools import chain
 from typing import Any
 
 import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.marks import marked
+from tfstyle_dist.variables.state_objects import Belongs
 
 Hooks = tuple[Any, ...]
 Attributes = dict[str, Any] | None
@@ -111,8 +113,11 @@ def hooks_of(tensor: torch.Tensor) -> Hooks:
     return tuple((first or {}).items()), tuple((second or {}).items())
 
 
-def put_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
-    """Gives a tensor these hooks, and no others."""
+def put_hooks(tensor: torch.Tensor, hooks: Hooks, take: Callable[[Any, Belongs], object] | None = None) -> None:
+    """Gives a tensor these hooks, and no others; ``take`` is called with each."""
+    if take is not None:
+        for _, hook in chain.from_iterable(hooks):
+            take(hook, Belongs.BESIDE)
     for name, entries in zip(torch_internals.HOOKS, hooks or ((), ()), strict=True):
         if entries or getattr(tensor, name):
             setattr(tensor, name, OrderedDict(entries))

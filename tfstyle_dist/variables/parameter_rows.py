@@ -52,7 +52,10 @@ class ParameterRows:
         inside: the parameters, during a run.
         twins: which memory of a row stands for which memory of the present one.
         references, writes: all parameters; what replicas write to the one copy.
+        take: makes what a hook of a parameter is, or names, content.
     """
+
+    take: Callable[..., bool]
 
     def __init__(self, devices: Sequence[ReplicaDevice], home: torch.device | None, elsewhere: bool) -> None:
         self._devices, self._home, self._elsewhere = devices, home, elsewhere
@@ -60,8 +63,7 @@ class ParameterRows:
         self.references: list[Callable[[], torch.Tensor | None]] = []
         self._vessels, self._marks = [list[torch.Tensor]() for _ in range(len(devices) + elsewhere)], list[Any]()
         self._followers: list[list[tuple[int, Callable[[], torch.Tensor | None]]]] = []
-        self._read = ValuesRead()
-        self._nothing, self._home_row = torch.empty(0), HomeRow()
+        self._nothing, self._home_row, self._read = torch.empty(0), HomeRow(), ValuesRead()
         self.writes = SharedWrites(len(devices), in_place=not elsewhere)
         self.inside, self.twins = list[torch.Tensor](), Twins(self._pairs)
 
@@ -92,7 +94,7 @@ class ParameterRows:
         vessel = torch.nn.Parameter(data, requires_grad=value.requires_grad)
         if value.grad is not None:
             vessel.grad = self._grad(row, value.grad, vessel.device)
-        put_hooks(vessel, hooks_of(value))
+        put_hooks(vessel, hooks_of(value), self.take)
         parameter_attributes.send(value, None, vessel)
         return vessel
 
@@ -250,15 +252,14 @@ class ParameterRows:
             for leaf in (vessel, self.inside[where]):
                 leaf.requires_grad_(parameter.requires_grad)
             if all_of_it or hooks_now != hooks:
-                put_hooks(vessel, hooks_now)
+                put_hooks(vessel, hooks_now, self.take)
             if all_of_it:
                 vessel.__dict__, attributes = {}, None
             if parameter.__dict__ or attributes:
                 parameter_attributes.send(parameter, attributes, vessel)  # what a replica put there itself stays
 
     def _write(self, vessel: torch.Tensor, parameter: torch.Tensor, row: int, moved: bool, counts: bool) -> None:
-        at_home = row == len(self._devices)
-        device = vessel.device if at_home else self.device(row, parameter.device)
+        device = vessel.device if row == len(self._devices) else self.device(row, parameter.device)
         part = None if self._shares else self.twins.noted(row, parameter)
         if part is not None and address_of(part) != address_of(vessel):
             vessel.data = part

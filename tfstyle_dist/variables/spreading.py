@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import sparse_parts, torch_internals
-from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, Copier
+from tfstyle_dist.variables.copies import MOST_ENTRIES, NAMING, PLAIN_TENSORS, Copier
 from tfstyle_dist.variables.counterparts import Counterparts
+from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.marks import Mark
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import are_alike, has_memory_at
 from tfstyle_dist.variables.parameter_rows import ParameterRows
-from tfstyle_dist.variables.state_objects import Belongs, belongings
+from tfstyle_dist.variables.state_objects import Belongs, belongings, parts_of_optimizer
 
 Things = Sequence[tuple[Any, ObjectContent]]
 
@@ -31,19 +32,23 @@ class Spreader:
         counterparts: what a replica has in the place of what the first one made in a step.
         adopt: called with a parameter that a module got outside of every scope, and the module.
         same: by ``id`` what all replicas have in common, although it could be copied.
+
+    Attributes:
+        discovery: what finds the objects that functions name.
     """
 
     def __init__(
         self,
         count: int,
-        take: Callable[..., bool],
+        take: Callable[[Any, Belongs], bool],
         rows: ParameterRows,
         counterparts: Counterparts,
         adopt: Callable[[torch.Tensor, torch.nn.Module], None],
         same: Mapping[int, tuple[Any, Any]],
     ) -> None:
         self._count, self._take, self._device, self._twins, self._adopt = count, take, rows.device, rows.twins, adopt
-        self._counterparts, self._same = counterparts, same
+        self._counterparts, self._same, self.discovery = counterparts, same, Discovery(take)
+        rows.take = self._take_found
         self._unfilled: list[tuple[Any, ObjectContent, Belongs]] = []
         self.forget()
 
@@ -62,7 +67,19 @@ class Spreader:
         def copy(value: torch.Tensor) -> torch.Tensor:
             return self._twins.copy(replica, value, self._device(replica, value.device))
 
-        return Copier(partial(self._take, part=parts), copy, self._known[replica], self._same)
+        return Copier(partial(self._take_found, part=parts), copy, self._known[replica], self._same)
+
+    def take_parts(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes what an optimizer that all replicas have in common has, names in its methods, or calls as hooks."""
+        self.discovery.follow_class(type(optimizer))
+        for held in parts_of_optimizer(optimizer):
+            self._take_found(held, Belongs.PART)
+
+    def _take_found(self, value: Any, part: Belongs) -> bool:
+        if isinstance(value, NAMING):
+            self.discovery.follow(value)
+            return False
+        return self._take(value, part)
 
     def fill(
         self, thing: Any, content: ObjectContent, parts: Belongs, then: Callable[[Any, ObjectContent], None]
@@ -83,6 +100,7 @@ class Spreader:
         filled = self._unfilled
         try:
             for one, its, has in filled:
+                self.discovery.follow_class(type(one))
                 now = one.__dict__
                 for replica, own in enumerate(its.dicts):
                     if own is not now:

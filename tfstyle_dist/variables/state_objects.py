@@ -15,7 +15,7 @@ import torch.utils.data
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.common_objects import HeldInCommon
-from tfstyle_dist.variables.copies import ATOMS
+from tfstyle_dist.variables.copies import ATOMS, NAMING, is_container
 from tfstyle_dist.variables.own_arrays import is_common
 
 # Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
@@ -141,7 +141,7 @@ def is_plain(thing: Any) -> bool:
     kind = type(thing)
     if isinstance(thing, (type, types.ModuleType, BaseException, threading.Thread, torch.Tensor, enum.Enum, *HOLDERS)):
         return False
-    if not _has_content(thing):
+    if not _has_content(thing) or is_container(thing):
         return False
     if _is_skipped(kind.__module__ or ""):
         return False
@@ -202,10 +202,10 @@ def optimized_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """The objects that an optimizer has directly or in a container, such as a schedule of its own."""
+    """The objects and functions that an optimizer has directly or in a container: schedules of its own, hooks."""
     for held in list(vars(optimizer).values()):
         parts = parts_of(held, _MOST_HELD) if isinstance(held, list | tuple | dict) else [held]
-        yield from filter(is_plain, parts)
+        yield from (part for part in parts if isinstance(part, NAMING) or is_plain(part))
 
 
 def check_adoptable(thing: Any) -> None:

@@ -15,7 +15,6 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.adopted_records import buffer_record, parameter_record, tie_buffer
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.copies import move_in_place
-from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.first_values import of_the_same_structure, send_first_values
 from tfstyle_dist.variables.known_tensors import find_record, follow_buffer, remember, remember_components
 from tfstyle_dist.variables.object_content import when_gone
@@ -64,7 +63,6 @@ class ParameterStore:
         if worker.num_local_replicas > 1 or elsewhere:
             home = None if parameter_device is None else parameter_device.torch_device
             self.contents = ReplicaContents(worker, home, self.adopt_stray, self._run)
-            self._discovery = Discovery(self.contents.take)
             self._taken = -1
             worker.executor.content = self.contents
             self._gone = weakref.ref(strategy, when_gone(self.contents.release, 0))
@@ -128,17 +126,17 @@ class ParameterStore:
                 contents.take(record.tensor)
             for module in list(self.modules):
                 contents.take(module)
-        self._discovery.look(function, arguments)
+        contents.discovery.look(function, arguments)
         if function is not None:  # else only what was adopted is looked at, maybe inside a run
-            contents.watch(self._discovery.tensors, self._discovery.carrying)
-        self._discovery.forget()
+            contents.watch(contents.discovery.tensors, contents.discovery.carrying)
+        contents.discovery.forget()
         contents.finish_taking()
 
     def adopt_object(self, thing: Any) -> None:
         """Makes the attributes of any object content, so that each replica of this process has its own."""
         if self.contents is not None:
             if not isinstance(thing, torch.Tensor):
-                self._discovery.look(None, (thing,))
+                self.contents.discovery.look(None, (thing,))
                 self.contents.check_adoptable(thing)
             self.contents.take_object(thing)
             self.contents.finish_taking()

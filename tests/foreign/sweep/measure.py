@@ -64,6 +64,7 @@ TABLES = {
         "steps_gradients_changed",
         "steps_wrapped",
         "steps_published",
+        "steps_helpers",
     ),
     "torch": ("optimizers_torch", "schedulers"),
     "transformers": ("models_transformers",),

@@ -44,7 +44,7 @@ def places_of(function: Any, arguments: Iterable[Any]) -> list[Place]:
             return True
         return False
 
-    Discovery(take).look(function, arguments)
+    Discovery(take, classes=False).look(function, arguments)
     found = []
     for module in modules:
         for held in (torch_internals.buffers_of(module), torch_internals.parameters_of(module)):
