@@ -101,7 +101,7 @@ class DataWrites:
             if data is None or not self._is_content(where := memory_of(data)):
                 return
             self._held.add(where, data)
-        if data is not None and not data.is_inference():
+        if data is not None and (is_lazy(data) or not data.is_inference()):
             self._given[id(data)] = refer_to(data), torch_internals.version_of(data)
 
     def _was_written(self, data: torch.Tensor) -> bool:
