@@ -204,6 +204,28 @@ def test_signals_that_do_not_raise_arrive_once(executor: ReplicaExecutor) -> Non
     assert seen == [threading.main_thread().name] * 2
 
 
+@pytest.mark.parametrize(("times", "expected"), [(1, [None]), (2, [1, None])])
+def test_a_handler_that_notes_something_waits_for_the_first_replicas_turn(
+    executor: ReplicaExecutor, times: int, expected: list[int | None]
+) -> None:
+    """What it writes while another replica has the turn would be that one's alone; ``None``: in the joint work."""
+    content = executor.content = SignalInside(0)
+    seen: list[int | None] = []
+    usual = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(content.shown))
+
+    def sends(run: Any) -> None:
+        for _ in range(times):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            time.sleep(0.05)
+        run.barrier(1, "call", None, list)
+
+    try:
+        executor.run([lambda run: run.barrier(0, "call", None, list), sends])
+    finally:
+        signal.signal(signal.SIGUSR1, usual)
+    assert seen == expected
+
+
 def test_other_threads_get_no_signals() -> None:
     found: list[interrupts.Interrupts] = []
     thread = threading.Thread(target=lambda: found.append(interrupts.of_this_thread()))

@@ -2,7 +2,9 @@
 
 A signal's handler may raise between any two instructions of the main thread. Raised while objects are exchanged, it
 would leave some with one replica's content and some with another's. So signals are held back there, and admitted where
-the user's code runs and where a replica waits.
+the user's code runs and where a replica waits. A handler of the program's own that writes something down, such as that
+training shall stop, would write it to another replica's content while that one has the turn: it waits for the first
+replica's turn, or until the signal comes again. Ctrl-C, and the alarm of a limit of time, do not.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ _THAT_RAISE = [
 
 # The functions of ``signal`` make enums of numbers and handlers, which takes longer than a turn.
 _handler_of, _set_handler = _signal.getsignal, _signal.signal
+_CTRL_C, _ALARM = signal.default_int_handler, getattr(signal, "SIGALRM", None)
 
 
 class Interrupts:
@@ -37,15 +40,19 @@ class Interrupts:
     def hold(self) -> None:
         """Signals are held back from now on."""
 
-    def admit(self) -> None:
-        """Signals are handled as they come, and those that were held back now: may raise."""
+    def admit(self, waits: bool = False) -> None:
+        """Signals are handled as they come, and those that were held back now: may raise.
+
+        Args:
+            waits: the replica waits for its turn: only signals that end the wait.
+        """
 
 
 class _MainThread(Interrupts):
     def __init__(self) -> None:
         self._usual: dict[int, Any] = {}
         self._runs: set[object] = set()  # one may be made inside another
-        self._held = False
+        self._held = self._waits = False
         self._waiting: list[int] = []
         self._own = self._handle
 
@@ -71,13 +78,14 @@ class _MainThread(Interrupts):
     def hold(self) -> None:
         self._held = True
 
-    def admit(self) -> None:
-        self._held = False
-        while self._waiting:
+    def admit(self, waits: bool = False) -> None:
+        self._held, self._waits = False, waits
+        for _ in range(len(self._waiting)):
             self._handle(self._waiting.pop(0), sys._getframe(1))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._held:
+        notes = number != _ALARM and self._usual[number] is not _CTRL_C
+        if self._held or (self._waits and notes and number not in self._waiting):
             self._waiting.append(number)
         else:
             self._usual[number](number, frame)

@@ -248,7 +248,7 @@ class TurnRun:
             pause = deadline.pause()
             try:
                 if replica == 0:
-                    self._interrupts.admit()
+                    self._interrupts.admit(waits=True)
                 if baton.acquire(timeout=-1 if pause is None else pause):
                     if self._turn.holder == replica:
                         return

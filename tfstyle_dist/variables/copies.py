@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import functools
+import itertools
 import random
 import types
 import weakref
@@ -30,6 +31,7 @@ NAMING = types.FunctionType, types.MethodType
 """What refers to objects of the program: hooks, methods and callbacks that a module or a trainer has."""
 CONTAINERS = frozenset({list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque})
 _SEQUENCES: tuple[Any, ...] = (list, set, collections.deque)
+_FEW = 64
 _READ = "__new__", "__len__", "__iter__", "__getitem__"
 _copied: set[type] = {*CONTAINERS, collections.Counter}  # and a library's own: see count_as_containers
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Buffer})
@@ -54,15 +56,19 @@ def is_container(value: Any) -> bool:
 def has_attributes_beside(value: Any) -> bool:
     """Whether this is a list, a set or a deque of a program's own class that is made and read as these are.
 
-    Each replica has its own of it and of its attributes. A dict of such a class is mostly settings, which it shares.
+    Each replica has its own of it and of its attributes. A dict of such a class is mostly settings, which it shares;
+    what has modules for its entries or attributes stays the same object, as any other that does.
     """
     kind = type(value)
-    if kind in _copied or not issubclass(kind, _SEQUENCES):
+    if kind in _copied or not issubclass(kind, _SEQUENCES) or not kind.__dictoffset__:
         return False
     base = next(base for base in _SEQUENCES if issubclass(kind, base))
-    return all(getattr(kind, name, None) is getattr(base, name, None) for name in _READ) and not any(
-        vars(c).get("__slots__") for c in kind.__mro__
-    )
+    if not all(getattr(kind, name, None) is getattr(base, name, None) for name in _READ):
+        return False
+    if any(vars(c).get("__slots__") for c in kind.__mro__):
+        return False
+    held = itertools.chain(itertools.islice(base.__iter__(value), _FEW), list(value.__dict__.values()))
+    return not any(issubclass(type(part), torch.nn.Module) for part in held)
 
 
 class Copier:

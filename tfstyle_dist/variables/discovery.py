@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import sysconfig
 import types
 import weakref
@@ -33,6 +34,12 @@ _LIBRARIES = (
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of a path: a user's own packages, those of a system, and those of other environments."""
 _MOST_LOOKED_AT = 256
+_WRAPPERS: tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...] = (
+    ((staticmethod, classmethod), ("__func__",)),
+    (property, ("fget", "fset")),
+    ((functools.cached_property, functools.partialmethod, functools.singledispatchmethod), ("func",)),
+)
+"""What a class has in the place of a function, and where the function is."""
 _LOOKED_INTO = type, types.FunctionType, types.MethodType, types.ModuleType, weakref.ref
 _NOTHING = ATOMS.difference(_LOOKED_INTO) | {PerReplica, np.ndarray}
 _DICTS = frozenset({dict, OrderedDict, defaultdict})
@@ -59,8 +66,11 @@ class Discovery:
         self._names: weakref.WeakKeyDictionary[types.CodeType, tuple[tuple[str, ...], ...]] = (
             weakref.WeakKeyDictionary()
         )
-        self._following = False
+        self._following = self._in_arguments = False
         self._followed: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that objects have, and classes
+        self._named: set[str] = set()  # by functions that were looked at, also in texts
+        self._methods: dict[str, list[weakref.ref[types.FunctionType]]] = {}  # that no function has named yet
+        self._bound: dict[tuple[int, str], tuple[weakref.ref[types.FunctionType], int]] = {}  # globals by ``id``
         self._known_tensors: dict[int, weakref.ref[torch.Tensor]] = {}  # that these functions name
         self._known_carrying: dict[int, tuple[weakref.ref[types.FunctionType], tuple[str, ...]]] = {}
 
@@ -73,14 +83,17 @@ class Discovery:
         """
         seen: set[int] = set()
         self.forget()
+        self._look_again()
         self._value(function, seen, (), 0)
         if isinstance(called := vars(type(function)).get("__call__"), types.FunctionType):
             self._value(called, seen, (), 0)
         known = [tensor for reference in self._known_tensors.values() if (tensor := reference()) is not None]
         named = self.tensors + known
         self.carrying += [(f, names) for reference, names in self._known_carrying.values() if (f := reference())]
+        self._in_arguments = True  # ``run`` gives every replica a dict of its own
         for argument in arguments:
             self._value(argument, seen, (), 0)
+        self._in_arguments = False
         self.tensors = named
 
     def follow(self, function: Any) -> None:
@@ -96,15 +109,36 @@ class Discovery:
             self.tensors, self.carrying, self._following = kept
 
     def follow_class(self, kind: type) -> None:
-        """Takes what the methods of a class name, if it is the program's own; once."""
-        for one in kind.__mro__[:-1] if self._classes and kind not in self._followed else ():
-            if one in self._followed:
+        """Takes what the methods of a class name, if it is the program's own; once.
+
+        These are the methods that take the place of a library's, such as ``forward``, or that are called by no name,
+        and others as soon as a function that was looked at names one: not those for another part of the program.
+        """
+        if not self._classes or kind in self._followed:
+            return
+        libraries = {name for one in kind.__mro__ if _is_of_library(one) for name in vars(one)}
+        for one in kind.__mro__[:-1]:
+            if one in self._followed or _is_of_library(one):
                 continue
             self._followed.add(one)
-            for held in list(vars(one).values()):
+            for name, held in list(vars(one).items()):
                 for function in _functions_of(held):
-                    if not _is_library(getattr(inspect.unwrap(function), "__code__", function.__code__).co_filename):
+                    if _is_library(getattr(_unwrapped(function), "__code__", function.__code__).co_filename):
+                        continue
+                    if name in self._named or name.startswith("__") or name in libraries:
                         self.follow(function)
+                    else:
+                        self._methods.setdefault(name, []).append(weakref.ref(function))
+
+    def _look_again(self) -> None:
+        """A followed function that finds another object under a name takes that."""
+        for (place, name), (reference, number) in list(self._bound.items()):
+            if (function := reference()) is None:
+                del self._bound[place, name]
+            elif (now := id(function.__globals__.get(name))) != number:
+                self._bound[place, name] = reference, now
+                self._followed.discard(function)
+                self.follow(function)
 
     def forget(self) -> None:
         """What was found is not needed any more."""
@@ -138,7 +172,9 @@ class Discovery:
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._value(part, seen, (), depth)
         elif isinstance(value, list | tuple | dict):
-            if depth < 3 and not (isinstance(value, dict) and self._take(value, belongs)):
+            if depth < 3:
+                if isinstance(value, dict) and not self._in_arguments:
+                    self._take(value, belongs)
                 for part in parts_of(value, _MOST_LOOKED_AT):
                     self._value(part, seen, (), depth + 1, belongs)
         elif isinstance(value, torch.Tensor):
@@ -177,21 +213,34 @@ class Discovery:
             self._value(default, seen, (), 0)
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
-            self._value(inspect.unwrap(wrapped), seen, (), 0)
+            self._value(_unwrapped(wrapped), seen, (), 0)
         (names, carried), space = self._names_of(function.__code__), function.__globals__
         if carried:
             self.carrying.append((function, carried))
-        named = [space[name] for name in names if name in space]
-        for value in _dicts_first(named):
+        named = {name: space[name] for name in names if name in space}
+        if self._following:
+            mine = weakref.ref(function)
+            self._bound.update(((id(function), n), (mine, id(v))) for n, v in named.items() if type(v) not in ATOMS)
+        for value in _dicts_first(list(named.values())):
             self._value(value, seen, names, 0)
 
     def _names_of(self, code: types.CodeType) -> tuple[tuple[str, ...], ...]:
         known = self._names.get(code)
         if known is None:
             library = _is_library(code.co_filename)
-            names = dict.fromkeys(name for c in (() if library else with_inner(code)) for name in c.co_names)
+            codes = [] if library else list(with_inner(code))
+            names = dict.fromkeys(name for c in codes for name in c.co_names)
             known = self._names[code] = tuple(names), () if library else carried_in(code)
+            self._note_names({*names, *(text for c in codes for text in c.co_consts if type(text) is str)})
         return known
+
+    def _note_names(self, names: set[str]) -> None:
+        """A function names these: methods that are called so are looked at."""
+        self._named |= names
+        for name in names & self._methods.keys():
+            for reference in self._methods.pop(name):
+                if (method := reference()) is not None:
+                    self.follow(method)
 
 
 def _dicts_first(values: list[Any]) -> list[Any]:
@@ -201,8 +250,23 @@ def _dicts_first(values: list[Any]) -> list[Any]:
 
 def _functions_of(held: Any) -> list[types.FunctionType]:
     """Those of a method, a static method, a property and the like."""
-    found = [held, *(getattr(held, name, None) for name in ("__func__", "fget", "fset", "func"))]
-    return [function for function in found if isinstance(function, types.FunctionType)]
+    names = next((names for kind, names in _WRAPPERS if issubclass(type(held), kind)), ())
+    found = [held, *(getattr(held, name, None) for name in names)]
+    return [function for function in found if type(function) is types.FunctionType]
+
+
+def _unwrapped(function: Any) -> Any:
+    try:
+        return inspect.unwrap(function)
+    except ValueError:  # it wraps itself
+        return function
+
+
+def _is_of_library(kind: type) -> bool:
+    name = str(kind.__module__)
+    file = getattr(sys.modules.get(name), "__file__", None)
+    # Notebooks have no file; nor have the modules that Python is made with.
+    return name.partition(".")[0] in sys.stdlib_module_names if file is None else _is_library(file)
 
 
 def _is_library(path: str | None) -> bool:

@@ -31,6 +31,7 @@ from tfstyle_dist.variables.state_objects import (
 )
 
 _DICTS = (dict, OrderedDict, defaultdict)
+_SPACES = (dict, types.SimpleNamespace)
 
 
 def has_entries(value: Any, part: Belongs) -> bool:
@@ -43,10 +44,12 @@ def has_entries(value: Any, part: Belongs) -> bool:
         value: anything.
         part: what it was found in.
     """
-    if not isinstance(value, dict | types.SimpleNamespace):
+    if not issubclass(type(value), _SPACES):
         return False
     held = _inside(value)
     if dict.__len__(held) > MOST_LOOKED_AT or not all(type(name) is str for name in dict.keys(held)):
+        return False
+    if "__builtins__" in held:  # the globals of a program
         return False
     values = list(dict.values(held))
     if any(map(_is_or_has_holder, values)):
@@ -69,7 +72,7 @@ def _is_or_has_holder(value: Any, depth: int = 2) -> bool:
 
 def _is_namespace(value: Any) -> bool:
     kind = type(value)
-    if isinstance(value, types.SimpleNamespace):
+    if issubclass(kind, types.SimpleNamespace):
         return True
     if kind in _DICTS or not kind.__dictoffset__:
         return False
@@ -78,7 +81,7 @@ def _is_namespace(value: Any) -> bool:
 
 
 def _inside(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else vars(value)
+    return value if issubclass(type(value), dict) else vars(value)  # type: ignore[no-any-return]
 
 
 class Entries:
@@ -116,7 +119,7 @@ class HeldInside:
         let_go: Callable[[int], None],
     ) -> None:
         self._count, self._places, self._take, self._let_go = count, places, take, let_go
-        self.generators, self._arrays = GeneratorStates(), OwnArrays()
+        self.generators, self._arrays = GeneratorStates(), OwnArrays(let_go)
         self._entries: dict[int, tuple[Entries, ObjectContent]] = {}  # by the ``id`` of the dict or namespace
         self.same: dict[int, tuple[Any, Any]] = {}
 
@@ -136,8 +139,7 @@ class HeldInside:
         if generators_alone:
             return False
         if is_own_array(value):
-            if not self._arrays.add(value, self._count, when_gone(self._let_go, id(value))):
-                return False
+            self._arrays.add(value, self._count)
         elif has_entries(value, part):
             entries = Entries(value)
             self.same[id(value)] = entries.same
@@ -154,7 +156,9 @@ class HeldInside:
         if self._arrays.kept:
             self._arrays.switch(before, after)
         for entries, content in self._entries.values():
-            content.dicts[before] = dict(dict.items(box := _inside(entries.same[0])))
+            box = _inside(entries.same[0])
+            kind = _kind_of(box)
+            content.dicts[before] = kind(kind.items(box))
             _put(box, entries.__dict__)
             entries.__dict__ = content.dicts[after] = box
 
@@ -192,7 +196,7 @@ class HeldInside:
 
 def _put(box: dict[str, Any], entries: dict[str, Any]) -> None:
     """Gives a dict other entries; who iterates over it meanwhile goes on if the keys are the same."""
-    kind: Any = OrderedDict if isinstance(box, OrderedDict) else dict
+    kind = _kind_of(box)
     if list(kind.keys(box)) != list(entries):
         kind.clear(box)
     for name, value in entries.items():
@@ -200,9 +204,16 @@ def _put(box: dict[str, Any], entries: dict[str, Any]) -> None:
             kind.__setitem__(box, name, value)
 
 
+def _kind_of(box: dict[str, Any]) -> Any:
+    """Whose methods know its entries: an ``OrderedDict`` has an order of its own."""
+    return OrderedDict if isinstance(box, OrderedDict) else dict
+
+
 def _references(entries: Entries) -> int:
-    """To a dict or namespace; a dict is the attributes too, and those of the replica that is shown."""
-    return sys.getrefcount(entries.same[0]) - 2 * (entries.same[0] is entries.__dict__)
+    """To a dict or namespace; a dict is the attributes too, those of the replica that is shown, and perhaps its own."""
+    box = entries.same[0]
+    own = getattr(type(box), "__dictoffset__", 0) and object.__getattribute__(box, "__dict__") is box
+    return sys.getrefcount(entries.same[0]) - 2 * (box is entries.__dict__) - bool(own)
 
 
 _ALONE = _references(Entries(types.SimpleNamespace()))

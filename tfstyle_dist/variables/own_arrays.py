@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +12,6 @@ from tfstyle_dist.variables.copies import OWN_GENERATORS
 
 MOST_NUMBERS = 1000
 """Of an array that is copied whenever the turn passes."""
-_MOST_ARRAYS = 64
 KINDS = "biufc"
 """Of arrays: those of numbers."""
 _OF_ONE = frozenset({
@@ -49,41 +48,37 @@ def is_own_array(value: Any) -> bool:
 class _Kept:
     """One array: its elements for each replica, and what cross-replica context had when a run ended."""
 
-    __slots__ = ("mark", "reference", "values")
+    __slots__ = ("array", "mark", "values")
 
-    def __init__(self, array: np.ndarray[Any, Any], count: int, gone: Callable[[Any], None]) -> None:
-        self.reference = weakref.ref(array, gone)
-        self.values, self.mark = [array.copy()] * count, array.tobytes()
+    def __init__(self, array: np.ndarray[Any, Any], count: int) -> None:
+        self.array, self.values, self.mark = array, [array.copy()] * count, _look(array)
 
 
 class OwnArrays:
     """The arrays whose elements are exchanged when the turn passes.
 
+    Numpy resizes no array that something refers to weakly, so they are held until a run finds that nobody else does.
+
+    Args:
+        let_go: called with the ``id`` of what nobody else holds.
+
     Attributes:
         kept: what is known of each; where there is none, nothing else needs to be asked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, let_go: Callable[[int], None]) -> None:
+        self._let_go = let_go
         self.kept: list[_Kept] = []
 
-    def add(self, array: np.ndarray[Any, Any], count: int, gone: Callable[[Any], None]) -> bool:
-        """Gives each of ``count`` replicas the elements that an array has; false if there are too many arrays.
-
-        Args:
-            array: one for which ``is_own_array`` is true.
-            count: of the replicas.
-            gone: called when it is gone.
-        """
-        if len(self.kept) >= _MOST_ARRAYS:
-            return False
-        self.kept.append(_Kept(array, count, gone))
-        return True
+    def add(self, array: np.ndarray[Any, Any], count: int) -> None:
+        """Gives each of ``count`` replicas the elements that an array has, one for which ``is_own_array`` is true."""
+        self.kept.append(_Kept(array, count))
 
     def switch(self, before: int, after: int) -> None:
         """The arrays have the elements of replica ``before``; they get those of ``after``."""
-        for array, kept in self._living():
-            kept.values[before] = array.copy()
-            _write(array, kept.values[after])
+        for kept in self.kept:
+            kept.values[before] = kept.array.copy()
+            _write(kept.array, kept.values[after])
 
     def renew(self, everything: bool) -> None:
         """Arrays that cross-replica context has written to are as it left them for all replicas.
@@ -91,23 +86,35 @@ class OwnArrays:
         Args:
             everything: all arrays are.
         """
-        for array, kept in self._living():
-            if everything or array.tobytes() != kept.mark:
-                kept.values[:] = [array.copy()] * len(kept.values)
+        for kept in self.kept:
+            if everything or _look(kept.array) != kept.mark:
+                kept.values[:] = [kept.array.copy()] * len(kept.values)
 
     def mark(self) -> None:
         """Remembers the elements as they are."""
-        for array, kept in self._living():
-            kept.mark = array.tobytes()
-
-    def _living(self) -> list[tuple[np.ndarray[Any, Any], _Kept]]:
-        return [(array, kept) for kept in self.kept if (array := kept.reference()) is not None]
+        for kept in self.kept:
+            kept.mark = _look(kept.array)
 
     def drop_dead(self) -> None:
-        """Forgets those that are gone."""
-        self.kept = [kept for kept in self.kept if kept.reference() is not None]
+        """Forgets those that nobody else holds."""
+        gone = [kept for kept in self.kept if _references(kept) <= _ALONE]
+        if gone:
+            self.kept = [kept for kept in self.kept if kept not in gone]
+            for kept in gone:
+                self._let_go(id(kept.array))
+
+
+def _look(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    return array.shape, array.dtype, array.tobytes()
 
 
 def _write(array: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
-    if array.shape == values.shape and array.flags.writeable:
-        array[...] = values
+    if array.size == values.size and array.flags.writeable:  # its form may have been changed in place
+        array[...] = values.reshape(array.shape)
+
+
+def _references(kept: _Kept) -> int:
+    return sys.getrefcount(kept.array)
+
+
+_ALONE = _references(_Kept(np.zeros(1), 1))

@@ -112,7 +112,8 @@ def is_helper(thing: Any, arrays: bool = True) -> bool:
             if kind in ATOMS or id(part) in seen or issubclass(kind, _ALONE):
                 continue
             seen.add(id(part))
-            if len(seen) > _MOST_VALUES or isinstance(part, _DATA) or is_common(part, arrays):
+            own = arrays and (is_container(one) or not issubclass(type(one), dict))  # a dict of its own class is shared
+            if len(seen) > _MOST_VALUES or isinstance(part, _DATA) or is_common(part, own):
                 return False
             if isinstance(part, BOXES) or (is_plain(part) and not _has_state_beside(part)):
                 stack.append(part)

@@ -1,0 +1,243 @@
+"""Helpers and states of unusual classes, and those that are replaced, resized, or used by no step."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from this_replica import replica
+from torch import nn
+
+import tfstyle_dist as td
+
+
+@pytest.fixture(params=[td.MirroredStrategy, td.experimental.CentralStorageStrategy])
+def strategy(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with request.param(["cpu:0", "cpu:1"]) as made:
+        yield made
+
+
+class Meter:
+    """A mean, counted in an array and a number."""
+
+    def __init__(self, total: Any = None) -> None:
+        self.total, self.count = np.zeros(1) if total is None else total, 0
+
+    def add(self) -> None:
+        array = self.total["sum"] if isinstance(self.total, dict) else self.total
+        array += 1.0
+        self.count += 1
+
+    def mean(self) -> float:
+        array = self.total["sum"] if isinstance(self.total, dict) else self.total
+        return float(array[0]) / self.count
+
+
+class Box(dict[str, Any]):
+    """Its entries are read as those of any dict, so the replicas share them."""
+
+
+class Trainer:
+    def __init__(self, strategy: Any, *held: Any) -> None:
+        with strategy.scope():
+            self.model = nn.Linear(2, 1)
+        self.held: list[Any] = list(held)
+
+
+def test_many_helpers_with_arrays_count_as_one_does(strategy: Any) -> None:
+    trainer = Trainer(strategy, *[Meter() for _ in range(80)])
+    for _ in range(3):
+        strategy.run(lambda: [meter.add() for meter in trainer.held])
+    assert [(meter.count, meter.mean()) for meter in trainer.held] == [(3, 1.0)] * 80
+
+
+def test_a_helper_whose_array_is_shared_is_shared_as_a_whole(strategy: Any) -> None:
+    trainer = Trainer(strategy, Meter(Box(sum=np.zeros(1))))
+    for _ in range(3):
+        strategy.run(lambda: trainer.held[0].add())
+    assert trainer.held[0].mean() == 1.0
+
+
+def test_an_array_may_be_resized_and_get_another_form(strategy: Any) -> None:
+    trainer = Trainer(strategy)
+    trainer.own = np.zeros(4)
+
+    def step(shape: tuple[int, ...] = (4,)) -> float:
+        trainer.own.shape = shape
+        trainer.own += 1 + replica()
+        return float(trainer.own.reshape(-1)[0])
+
+    strategy.run(step)
+    results = strategy.experimental_local_results(strategy.run(lambda: step((2, 2))))
+    assert [float(value) for value in results] == [2.0, 4.0]
+    trainer.own.shape = (4,)
+    trainer.own.resize(6, refcheck=False)
+    trainer.own[:] = 10.0
+    results = strategy.experimental_local_results(strategy.run(lambda: step((6,))))
+    assert [float(value) for value in results] == [11.0, 12.0]
+
+
+def test_an_array_that_nobody_holds_is_let_go(strategy: Any) -> None:
+    trainer = Trainer(strategy)
+    trainer.own = np.zeros(4)
+    strategy.run(lambda: float(trainer.own[0]))
+    kept = strategy.parameter_store.contents._inside._arrays.kept
+    assert len(kept) == 1
+    del kept, trainer.own
+    for _ in range(3):
+        strategy.run(lambda: trainer.model)
+    assert strategy.parameter_store.contents._inside._arrays.kept == []
+
+
+def test_what_only_slots_in_a_dict_lead_to_is_each_replicas_own(strategy: Any) -> None:
+    class Slot:
+        __slots__ = ("norm",)
+
+        def __init__(self) -> None:
+            self.norm = nn.BatchNorm1d(2)
+
+    state = {"model": Trainer(strategy).model, "slot": Slot()}
+    norm: Any = state["slot"]
+    for _ in range(3):
+        strategy.run(lambda: state["slot"].norm(torch.ones(4, 2)) is None)  # type: ignore[attr-defined]
+    assert int(norm.norm.num_batches_tracked) == 3
+
+
+def test_an_ordered_dict_keeps_the_order_that_a_step_gave_it(strategy: Any) -> None:
+    state = OrderedDict(model=Trainer(strategy).model, a=1, b=2)
+
+    def step() -> list[str]:
+        state.move_to_end("a")
+        strategy.reduce  # noqa: B018
+        return list(state)
+
+    strategy.run(step)
+    strategy.run(lambda: None)
+    assert list(state) == ["model", "b", "a"]
+
+
+def test_a_list_with_modules_is_one_object_under_all_its_names(strategy: Any) -> None:
+    class Population(list[Any]):
+        best = 0
+
+    population = Population([1])
+    population.net = nn.Linear(1, 1)  # type: ignore[attr-defined]
+    trainer = Trainer(strategy, population)
+
+    def step() -> tuple[int, bool]:
+        population.best += replica() + 1
+        return trainer.held[0].best, trainer.held[0] is population
+
+    strategy.run(step)
+    found = strategy.run(lambda: str(step()))
+    assert strategy.experimental_local_results(found) == ("(2, True)", "(4, True)")
+
+
+class EmptySlots(list[Any]):
+    __slots__ = ()
+
+
+class Loads:
+    """As a module that loads itself when it is asked for something."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"loaded for {name}")
+
+
+class WithUnusualAttributes:
+    lazy = Loads()
+
+    def __init__(self, strategy: Any) -> None:
+        self.model, self.stack = Trainer(strategy).model, EmptySlots([1])
+        self.model.pretended = mock.MagicMock(spec=dict)
+
+    def step(self) -> int:
+        return len(self.stack)
+
+    wrapped = functools.wraps(step)(lambda self: 0)
+
+
+WithUnusualAttributes.wrapped.__wrapped__ = WithUnusualAttributes.wrapped  # type: ignore[attr-defined]
+
+
+def test_unusual_attributes_are_left_alone(strategy: Any) -> None:
+    thing = WithUnusualAttributes(strategy)
+    assert strategy.experimental_local_results(strategy.run(thing.step)) in ((1,), (1, 1))
+
+
+METER = Meter()
+UNUSED = Meter()
+
+
+class AsksAGlobal(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        METER.add()
+        return super().forward(x)
+
+    def evaluate(self) -> float:
+        return UNUSED.mean()
+
+
+def test_a_global_that_is_another_object_later_is_found_again(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with strategy.scope():
+        model = AsksAGlobal(2, 1)
+    for _ in range(3):
+        monkeypatch.setitem(globals(), "METER", Meter())
+        for _ in range(2):
+            strategy.run(lambda: model(torch.ones(1, 2)))
+        assert METER.count == 2
+
+
+def test_what_only_the_rest_of_the_program_calls_is_not_looked_at(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may name a teacher or a corpus, of which each replica would have a copy."""
+    monkeypatch.setitem(globals(), "UNUSED", Meter())
+    with strategy.scope():
+        model = AsksAGlobal(2, 1)
+    strategy.run(lambda: model(torch.ones(1, 2)))
+    assert not strategy.parameter_store.contents.holds(UNUSED)
+    strategy.run(lambda: model.evaluate if model.training else None)
+    assert strategy.parameter_store.contents.holds(UNUSED)
+
+
+def test_a_dict_that_is_given_to_run_is_not_copied(strategy: Any) -> None:
+    model, data = Trainer(strategy).model, torch.ones(100)
+    seen: list[int] = []
+
+    def step(given: dict[str, Any]) -> None:
+        seen.append(given["data"].data_ptr())
+
+    strategy.run(step, args=({"model": model, "data": data},))
+    assert set(seen) == {data.data_ptr()}
+
+
+def test_a_dict_that_is_its_own_attributes_is_let_go(strategy: Any) -> None:
+    class Attributes(dict[str, Any]):
+        def __init__(self, **entries: Any) -> None:
+            super().__init__(**entries)
+            self.__dict__ = self
+
+    def trial() -> weakref.ref[nn.Module]:
+        state = Attributes(model=Trainer(strategy).model, step=0)
+
+        def step() -> None:
+            state.step += 1
+
+        strategy.run(step)
+        assert state["step"] == 1
+        return weakref.ref(state.model)
+
+    models = [trial() for _ in range(3)]
+    for _ in range(2):
+        strategy.run(lambda: None)
+        gc.collect()
+    assert [model() for model in models] == [None] * 3
