@@ -215,8 +215,10 @@ def test_a_handler_that_notes_something_waits_for_the_first_replicas_turn(
 
     def sends(run: Any) -> None:
         for _ in range(times):
+            before = len(seen), list(interrupts._main._waiting)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-            time.sleep(0.05)
+            while (len(seen), interrupts._main._waiting) == before:
+                time.sleep(0.001)
         run.barrier(1, "call", None, list)
 
     try:

@@ -241,3 +241,17 @@ def test_a_dict_that_is_its_own_attributes_is_let_go(strategy: Any) -> None:
         strategy.run(lambda: None)
         gc.collect()
     assert [model() for model in models] == [None] * 3
+
+
+class NameEachOther:
+    def first(self) -> Any:
+        return self.second
+
+    def second(self) -> Any:
+        return self.first
+
+
+def test_methods_may_name_each_other(strategy: Any) -> None:
+    trainer = Trainer(strategy, NameEachOther())
+    strategy.run(lambda: trainer.model and None)
+    strategy.run(lambda: (trainer.held[0].first, trainer.held[0].second) and None)

@@ -238,7 +238,7 @@ class Discovery:
         """A function names these: methods that are called so are looked at."""
         self._named |= names
         for name in names & self._methods.keys():
-            for reference in self._methods.pop(name):
+            for reference in self._methods.pop(name, ()):
                 if (method := reference()) is not None:
                     self.follow(method)
 
