@@ -255,3 +255,50 @@ def test_methods_may_name_each_other(strategy: Any) -> None:
     trainer = Trainer(strategy, NameEachOther())
     strategy.run(lambda: str(trainer.model))
     strategy.run(lambda: str((trainer.held[0].first, trainer.held[0].second)))
+
+
+STATE: dict[str, Any] = {}
+
+
+class AsksAState:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self) -> int:
+        STATE["step"] += 1
+        return int(STATE["step"])
+
+
+def test_a_state_that_an_argument_asks_for_is_each_replicas_own(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Trainer(strategy).model
+    monkeypatch.setitem(globals(), "STATE", {"model": model, "step": 0})
+    for number in (1, 2):
+        found = strategy.run(lambda ask: str(ask()), args=(AsksAState(model),))
+        assert set(strategy.experimental_local_results(found)) == {str(number)}
+
+
+def test_hooks_that_come_and_go_leave_nothing(strategy: Any) -> None:
+    model = Trainer(strategy).model
+
+    def step() -> None:
+        seen, counts = torch.zeros(1), 0
+
+        def hook(*_: Any) -> None:
+            nonlocal counts
+            counts += int(seen.sum())
+
+        model.register_forward_hook(hook).remove()
+
+    handles = []
+    for _ in range(5):
+        seen = torch.zeros(1)
+        handles.append(model.register_forward_hook(lambda *_, seen=seen: None))
+        strategy.run(step)
+        handles.pop().remove()
+    del seen
+    strategy.run(step)
+    gc.collect()
+    strategy.run(step)
+    discovery = strategy.parameter_store.contents.discovery
+    assert len(discovery._known_tensors) <= 1
+    assert len(discovery._known_carrying) == 0

@@ -83,13 +83,19 @@ class Discovery:
         """
         seen: set[int] = set()
         self.forget()
+        self._in_arguments = False
         self._look_again()
         self._value(function, seen, (), 0)
         if isinstance(called := vars(type(function)).get("__call__"), types.FunctionType):
             self._value(called, seen, (), 0)
-        known = [tensor for reference in self._known_tensors.values() if (tensor := reference()) is not None]
-        named = self.tensors + known
-        self.carrying += [(f, names) for reference, names in self._known_carrying.values() if (f := reference())]
+        known = {number: tensor for number, held in self._known_tensors.items() if (tensor := held()) is not None}
+        if len(known) < len(self._known_tensors):
+            self._known_tensors = {number: self._known_tensors[number] for number in known}
+        named = [*self.tensors, *known.values()]
+        alive = {number: (f, names) for number, (held, names) in self._known_carrying.items() if (f := held())}
+        if len(alive) < len(self._known_carrying):
+            self._known_carrying = {number: self._known_carrying[number] for number in alive}
+        self.carrying += alive.values()
         self._in_arguments = True  # ``run`` gives every replica a dict of its own
         for argument in arguments:
             self._value(argument, seen, (), 0)
@@ -98,15 +104,15 @@ class Discovery:
 
     def follow(self, function: Any) -> None:
         """Takes what a function names that a module, a parameter or another object has, such as a hook; once."""
-        kept = self.tensors, self.carrying, self._following
+        kept = self.tensors, self.carrying, self._following, self._in_arguments
         self.forget()
-        self._following = True
+        self._following, self._in_arguments = True, False
         try:
             self._value(function, set(), (), 0)
             self._known_tensors.update((id(tensor), weakref.ref(tensor)) for tensor in self.tensors)
             self._known_carrying.update((id(f), (weakref.ref(f), names)) for f, names in self.carrying)
         finally:
-            self.tensors, self.carrying, self._following = kept
+            self.tensors, self.carrying, self._following, self._in_arguments = kept
 
     def follow_class(self, kind: type) -> None:
         """Takes what the methods of a class name, if it is the program's own; once.
