@@ -97,6 +97,18 @@ def test_an_array_that_nobody_holds_is_let_go(strategy: Any) -> None:
     assert strategy.parameter_store.contents._inside._arrays.kept == []
 
 
+def test_a_closed_strategy_holds_no_arrays(strategy: Any) -> None:
+    trainer = Trainer(strategy)
+    trainer.own = np.zeros(4)
+    strategy.run(lambda: float(trainer.own[0]))
+    known, contents = weakref.ref(trainer.own), strategy.parameter_store.contents
+    strategy.close()
+    contents.release()
+    del trainer.own
+    gc.collect()
+    assert known() is None
+
+
 def test_what_only_slots_in_a_dict_lead_to_is_each_replicas_own(strategy: Any) -> None:
     class Slot:
         __slots__ = ("norm",)
@@ -114,13 +126,13 @@ def test_what_only_slots_in_a_dict_lead_to_is_each_replicas_own(strategy: Any) -
 def test_an_ordered_dict_keeps_the_order_that_a_step_gave_it(strategy: Any) -> None:
     state = OrderedDict(model=Trainer(strategy).model, a=1, b=2)
 
-    def step() -> list[str]:
+    def step() -> str:
         state.move_to_end("a")
-        strategy.reduce  # noqa: B018
-        return list(state)
+        td.get_replica_context().all_reduce("SUM", torch.ones(1))  # the turn passes and comes back
+        return "-".join(state)
 
-    strategy.run(step)
-    strategy.run(lambda: None)
+    for value in strategy.experimental_local_results(strategy.run(step)):
+        assert value == "model-b-a"
     assert list(state) == ["model", "b", "a"]
 
 

@@ -29,7 +29,8 @@ ATOMS = frozenset({
 })  # fmt: skip
 NAMING = types.FunctionType, types.MethodType
 """What refers to objects of the program: hooks, methods and callbacks that a module or a trainer has."""
-CONTAINERS = frozenset({list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque})
+DICTS = frozenset({dict, collections.OrderedDict, collections.defaultdict})
+CONTAINERS = DICTS | {list, set, collections.deque}
 _SEQUENCES: tuple[Any, ...] = (list, set, collections.deque)
 _FEW = 64
 _READ = "__new__", "__len__", "__iter__", "__getitem__"

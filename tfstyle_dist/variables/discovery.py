@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.carried_names import Carrying, carried_in, with_inner
-from tfstyle_dist.variables.copies import ATOMS
+from tfstyle_dist.variables.copies import ATOMS, DICTS
 from tfstyle_dist.variables.state_objects import Belongs, parts_of
 
 _LIBRARIES = (
@@ -42,7 +41,6 @@ _WRAPPERS: tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...] = (
 """What a class has in the place of a function, and where the function is."""
 _LOOKED_INTO = type, types.FunctionType, types.MethodType, types.ModuleType, weakref.ref
 _NOTHING = ATOMS.difference(_LOOKED_INTO) | {PerReplica, np.ndarray}
-_DICTS = frozenset({dict, OrderedDict, defaultdict})
 
 
 class Discovery:
@@ -251,7 +249,7 @@ class Discovery:
 
 def _dicts_first(values: list[Any]) -> list[Any]:
     """The same values, and before them those which objects that have one of them must find taken."""
-    return [value for value in values if type(value) in _DICTS] + values
+    return [value for value in values if type(value) in DICTS] + values
 
 
 def _functions_of(held: Any) -> list[types.FunctionType]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 import types
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tfstyle_dist.runtime.random_streams import is_of_the_streams
-from tfstyle_dist.variables.copies import ATOMS, is_container
+from tfstyle_dist.variables.copies import ATOMS, DICTS, is_container
 from tfstyle_dist.variables.generator_states import GeneratorStates
 from tfstyle_dist.variables.object_content import ObjectContent, when_gone
 from tfstyle_dist.variables.own_arrays import OwnArrays, is_common, is_own_array
@@ -30,7 +30,6 @@ from tfstyle_dist.variables.state_objects import (
     parts_of,
 )
 
-_DICTS = (dict, OrderedDict, defaultdict)
 _SPACES = (dict, types.SimpleNamespace)
 
 
@@ -53,7 +52,7 @@ def has_entries(value: Any, part: Belongs) -> bool:
         return False
     values = list(dict.values(held))
     if any(map(_is_or_has_holder, values)):
-        counts = type(value) in _DICTS or _is_namespace(value)
+        counts = type(value) in DICTS or _is_namespace(value)
     elif part is Belongs.NOTHING or not _is_namespace(value):
         return False
     else:
@@ -74,7 +73,7 @@ def _is_namespace(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, types.SimpleNamespace):
         return True
-    if kind in _DICTS or not kind.__dictoffset__:
+    if kind in DICTS or not kind.__dictoffset__:
         return False
     attributes = object.__getattribute__(value, "__dict__")
     return attributes is value or (hasattr(kind, "__getattr__") and not attributes)
@@ -187,10 +186,11 @@ class HeldInside:
             del self._entries[number], self._places[number], self.same[number]
 
     def clear(self) -> None:
-        """Nobody asks for dicts and namespaces any more."""
-        for number in self._entries:
+        """Nobody asks for arrays, dicts and namespaces any more."""
+        for number in [*self._entries, *(id(kept.array) for kept in self._arrays.kept)]:
             del self._places[number]
         self._entries.clear()
+        self._arrays.kept = []
         self.same.clear()
 
 

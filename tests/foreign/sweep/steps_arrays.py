@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from programs import Net, case, sgd
+from programs import Net, case, plain, sgd
 from steps_states import NO_JOBS, OF_SHARES, rated
 from torch.nn import functional as F
 
@@ -57,12 +57,7 @@ def array_of_a_module(run):
         model = Shifted()
         optimizer = sgd(model)
 
-    def step(i):
-        x, y = run.xy(i)
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
+    step = plain(run, model, optimizer)
     run.go(step, 3)
     model.shift[:] = 0.5
     run.go(step, 3)

@@ -7,7 +7,7 @@ import types
 from collections import Counter, OrderedDict, defaultdict
 
 import torch
-from programs import BROAD, Net, Run, case, sgd
+from programs import BROAD, Net, Run, case, plain, sgd
 from torch.nn import functional as F
 
 NO_JOBS = tuple(form for form in BROAD if form not in ("elastic", "servers"))
@@ -256,13 +256,7 @@ def namespace_of_a_module(run):
         model = Configured(argparse.Namespace(tau=1.0))
         optimizer = sgd(model)
 
-    def step(i):
-        x, y = run.xy(i)
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-    run.go(step)
+    run.go(plain(run, model, optimizer))
     return run.result(model, tau=model.config.tau)
 
 
@@ -284,11 +278,5 @@ def counter_of_a_module(run):
         model = Counting()
         optimizer = sgd(model)
 
-    def step(i):
-        x, y = run.xy(i)
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-    run.go(step)
+    run.go(plain(run, model, optimizer))
     return run.result(model, calls=model.calls["forward"])
