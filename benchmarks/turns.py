@@ -3,21 +3,25 @@
     python benchmarks/turns.py --out benchmarks/results/turns.md
 
 ``floor`` trains two models of one device in turn, each with its own batch of 32 and its own SGD step: what taking turns
-could cost at best. Both forms run in one process in alternating blocks; medians over the blocks, and of the ratios of
-neighbouring blocks, are printed.
+could cost at best. It has a process of its own, as OpenMP's threads of the replicas would slow it down. The two take turns
+in blocks; medians over the blocks, and of the ratios of neighbouring blocks, are printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import platform
 import statistics
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from sync_step import BLOCKS, MODELS, batch, build, make, step_of, timed
+
+WARM_UP = 60  # steps, of which a strategy tries some in another way (tfstyle_dist/runtime/openmp_pools.py)
 
 
 def floor(name: str) -> Callable[[], object]:
@@ -28,16 +32,33 @@ def floor(name: str) -> Callable[[], object]:
     return lambda: [step(*own) for step, own in zip(steps, data, strict=True)]
 
 
+def serve(form: str, name: str, connection: Connection) -> None:
+    """In a process of its own: seconds of a step in a block, for each number of steps that it gets."""
+    step = floor(name) if form == "floor" else make("replicas", name)
+    while steps := connection.recv():
+        connection.send(timed(steps, step))
+
+
 def measure(name: str, blocks: int) -> str:
     """One row of the table."""
-    forms = {"floor": floor(name), "turns": make("replicas", name)}
+    seconds: dict[str, list[float]] = {"floor": [], "turns": []}
     steps = BLOCKS[name][0] * 2
-    for form in forms.values():
-        timed(max(steps // 2, 5), form)
-    seconds: dict[str, list[float]] = {form: [] for form in forms}
+    ends: dict[str, Connection] = {}
+    for form in seconds:
+        ends[form], theirs = multiprocessing.Pipe()
+        multiprocessing.get_context("spawn").Process(target=serve, args=(form, name, theirs), daemon=True).start()
+
+    def block(form: str, steps: int) -> float:
+        ends[form].send(steps)
+        return float(ends[form].recv())
+
+    for form in seconds:
+        block(form, max(steps // 2, WARM_UP))
     for number in range(blocks):
-        for form in forms if number % 2 else list(forms)[::-1]:
-            seconds[form].append(timed(steps, forms[form]))
+        for form in seconds if number % 2 else list(seconds)[::-1]:
+            seconds[form].append(block(form, steps))
+    for end in ends.values():
+        end.send(0)
     ratios = sorted(t / f for f, t in zip(seconds["floor"], seconds["turns"], strict=True))
     low, middle, high = (statistics.quantiles(ratios, n=20)[k] for k in (3, 9, 15))
     ms = {form: statistics.median(values) * 1e3 for form, values in seconds.items()}

@@ -22,6 +22,7 @@ REASONS = {
     "comm/test_diagnosis.py": "needs the id of a process that is gone",
     "comm/test_free_ports.py": "another process that looks for a port",
     "comm/test_rendezvous.py": "needs the id of a process that is gone",
+    "runtime/test_openmp_pools.py": "what a forked child may not do",
     "shm/test_memory_file.py": "children that a rank forks",
     "comm/test_stacks.py": "another user, and a process that has no free file",
     "compare_aggregation/test_compare_aggregation.py": COMMANDS,

@@ -211,7 +211,7 @@ def test_those_that_wait_ask_how_long_the_longest_turn_was() -> None:
     pause = threading.Event()
 
     def slow(run: TurnRun, r: int) -> int:
-        run._turn._longest = 60.0
+        run.turn._longest = 60.0
         pause.wait(0.6)
         return int(run.barrier(r, "call", r, list))
 

@@ -17,6 +17,7 @@ from tfstyle_dist.runtime import interrupts, turn_reports
 from tfstyle_dist.runtime.ambient import Ambient
 from tfstyle_dist.runtime.clocks import STOPPED, Clock
 from tfstyle_dist.runtime.cores import Core
+from tfstyle_dist.runtime.openmp_pools import OpenMPPools
 from tfstyle_dist.runtime.replica_run import Content, NoContent
 from tfstyle_dist.runtime.team import Job, Team
 from tfstyle_dist.runtime.turns import TurnRun
@@ -46,6 +47,7 @@ class ReplicaExecutor:
         self._places = {device.torch_device for device in devices if is_accelerator(device.type)}
         self._clocks = [STOPPED] * len(self._devices) if clocks is None else clocks
         self.content: Content = NoContent()
+        self._pools = OpenMPPools(len(self._devices))
         self._teams: list[Team] = []
         self._running = threading.RLock()
         self._pid = os.getpid()
@@ -104,7 +106,7 @@ class ReplicaExecutor:
         run = TurnRun(len(functions), self._timeout, start, self.content, self._clocks, signals)
         under_way.append(run)
         team.cores[0] = Core()
-        run.cores = team.cores
+        run.cores, run.turn.ends_pools = team.cores, self._pools.begin()
         try:
             self.content.switch(0)
             with made_current(self._devices[0]):
@@ -118,6 +120,7 @@ class ReplicaExecutor:
                 self._teams.remove(team)
                 team.stop()
             team.free()
+            self._pools.finish()
         error = run.error
         if not run.lost:  # a thread that was abandoned looks at it when it comes back
             run.error = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.runtime.openmp_pools import end_pool
 from tfstyle_dist.runtime.process_settings import ProcessSettings
 from tfstyle_dist.runtime.turn_reports import Call
 
@@ -20,15 +21,18 @@ class Turn:
         holder: the replica that has it.
         passes: how often it was passed on.
         settings: of the process, which each replica has when it has the turn.
+        ends_pools: whether a replica's pool of OpenMP ends with its turn.
     """
 
     def __init__(self) -> None:
         self.holder, self.passes, self._since, self._longest = 0, 0, time.monotonic(), 0.0
-        self.settings = ProcessSettings()
+        self.settings, self.ends_pools = ProcessSettings(), False
 
     def pass_to(self, replica: int) -> None:
-        """The holder gives it to another replica."""
+        """The holder, in its own thread, gives it to another replica."""
         self._longest = max(self._longest, time.monotonic() - self._since)
+        if self.ends_pools:
+            end_pool()
         self.take(replica)
 
     def take(self, replica: int) -> None:

@@ -45,8 +45,8 @@ class TurnRun:
     Attributes:
         error: what ended the run, if something did.
         lost: replicas whose threads are stuck in user code.
-        threads: the thread of each replica that is inside its function.
-        cores: moves the thread of each replica.
+        threads, cores: the thread of each replica that is inside its function; what moves it.
+        turn: who has it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TurnRun:
         self.count, self._timeout, self._start = count, timeout, start
         self._content: Content = content or NoContent()
         self._interrupts = interrupts or Interrupts()
-        self._turn, self._clocks = Turn(), [STOPPED] * count if clocks is None else clocks
+        self.turn, self._clocks = Turn(), [STOPPED] * count if clocks is None else clocks
         self._batons = [threading.Lock() for _ in range(count)]
         for baton in self._batons:
             baton.acquire()
@@ -201,7 +201,7 @@ class TurnRun:
             self._content.leave()
         try:
             self._interrupts.admit()
-            return call.action(payloads) if call.anywhere else self._turn.settings.for_all(call.action, payloads)
+            return call.action(payloads) if call.anywhere else self.turn.settings.for_all(call.action, payloads)
         finally:
             self._interrupts.hold()
             if not call.anywhere:
@@ -221,7 +221,7 @@ class TurnRun:
                 self._content.switch(following)
             except BaseException as error:  # the objects hold what they held; nobody may work with that
                 self._abort_locked(error)
-            self._turn.pass_to(following)
+            self.turn.pass_to(following)
             starts, self._started[following] = not self._started[following], True
             if (core := self.cores[following]) is not None:
                 core.fetch()
@@ -243,21 +243,21 @@ class TurnRun:
         baton = self._batons[replica]
         seen, deadline = -1, Deadline(None)
         while True:
-            if seen != self._turn.passes:
-                seen, deadline = self._turn.passes, self._turn.deadline(self._timeout, self._interrupted)
+            if seen != self.turn.passes:
+                seen, deadline = self.turn.passes, self.turn.deadline(self._timeout, self._interrupted)
             pause = deadline.pause()
             try:
                 if replica == 0:
                     self._interrupts.admit(waits=True)
                 if baton.acquire(timeout=-1 if pause is None else pause):
-                    if self._turn.holder == replica:
+                    if self.turn.holder == replica:
                         return
                     continue
             except BaseException as error:  # Ctrl-C while the others work
                 error.add_note(f"[tfstyle_dist] raised in replica {replica} of {self.count}, which waited")
                 again, self._interrupted = self._interrupted, True
                 self.abort(error)
-                if self._turn.holder == replica:
+                if self.turn.holder == replica:
                     baton.acquire(blocking=False)
                     return
                 if again and self._take_turn(replica, seen):
@@ -267,14 +267,14 @@ class TurnRun:
             finally:
                 if replica == 0:
                     self._interrupts.hold()
-            if seen == self._turn.passes and deadline.passed():
+            if seen == self.turn.passes and deadline.passed():
                 if self._late(replica, call, deadline, seen):
                     return
                 seen = -1
 
     def _late(self, replica: int, call: Call | None, deadline: Deadline, passes: int) -> bool:
         """The one that has the turn keeps it for too long; returns whether ``replica`` has taken it."""
-        holder, acting = self._turn.holder, self._acting
+        holder, acting = self.turn.holder, self._acting
         stacks = turn_reports.stacks_of(self.threads, [holder])
         if acting is not None:  # what the joint work waits for has its own limit
             get_logger().warning("replica %d is still busy with %s:\n%s", holder, acting.describe(), stacks)
@@ -289,12 +289,12 @@ class TurnRun:
     def _take_turn(self, replica: int, passes: int) -> bool:
         """Goes on without the one that has the turn, unless it was passed on meanwhile: its thread is abandoned."""
         with self._lock:
-            holder = self._turn.holder
-            if holder in (0, replica) or self._done[holder] or passes != self._turn.passes:
+            holder = self.turn.holder
+            if holder in (0, replica) or self._done[holder] or passes != self.turn.passes:
                 return False
             get_logger().error(turn_reports.given_up(holder, self.threads))
             self.lost.append(holder)
             end_code_of(self.threads[holder])
             self._content.switch(replica)
-            self._turn.take(replica)
+            self.turn.take(replica)
             return True

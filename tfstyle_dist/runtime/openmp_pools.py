@@ -1,0 +1,116 @@
+"""The pools of OpenMP with which replicas compute on the CPU, and whether each ends with its replica's turn.
+
+GNU's OpenMP has a pool of threads for each thread that computes. Between two operations its threads spin for some
+milliseconds, unless all pools together have more threads than there are cores: then they sleep, and each operation
+wakes them. Two replicas of a process have two pools, and on idle cores their steps take up to twice as long as in one
+thread (``docs/log.md``). A pool that ends with the turn is not in the way of the other replica's, but the next
+operation makes it again. That costs 0.1 ms on idle cores, and far more than sleeping where others use them. So both are
+tried.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+_SOFT = 1  # omp_pause_soft: the settings of OpenMP stay as they are
+_FIRST_WAIT, _LONGEST_WAIT = 16, 4096  # runs before a trial; each time four times as many
+_BLOCK, _PASSED_OVER = (
+    7,
+    2,
+)  # runs of each part of a trial; the first ones, in which pools end or are made, do not count
+_GAIN = 0.9  # how long a run may take, of what it takes with pools that stay, for them to end
+_PARTS = (False, True, False)  # whether pools end in the parts of a trial
+
+
+class OpenMPPools:
+    """Decides it for the runs of one strategy, by how long they take with pools that stay and with pools that end.
+
+    Args:
+        replicas: how many of this process compute on the CPU.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._ends = self._chosen = False
+        self._wait, self._left = _FIRST_WAIT, _FIRST_WAIT
+        self._seconds: list[list[float]] = []  # of a trial under way: of the runs of each part
+        self._slow, self._usual = 0, 0.0  # runs in succession that took longer than usual with pools that stay
+        self._began = 0.0
+
+    def begin(self) -> bool:
+        """A run begins; returns whether each pool ends with its replica's turn."""
+        self._began, self._ends = 0.0, False
+        if _pause is not None and 1 + self._replicas * (torch.get_num_threads() - 1) > _CORES:
+            if not self._seconds and self._left <= 0:
+                self._seconds = [[]]
+            self._ends = _PARTS[len(self._seconds) - 1] if self._seconds else self._chosen
+            self._began = time.perf_counter()
+        return self._ends
+
+    def finish(self) -> None:
+        """The run is over."""
+        if not self._began:
+            return
+        seconds = time.perf_counter() - self._began
+        if self._seconds:
+            self._try(seconds)
+            return
+        self._left -= 1
+        if self._chosen:
+            self._slow = self._slow + 1 if seconds > self._usual else 0
+            if self._slow > _BLOCK:  # others use the cores now, or the step is another one
+                self._choose(False)
+
+    def _try(self, seconds: float) -> None:
+        part = self._seconds[-1]
+        part.append(seconds)
+        if self._ends and seconds > 3 * max(self._seconds[0]):
+            self._choose(False)
+        elif len(part) == _BLOCK:
+            if len(self._seconds) < len(_PARTS):
+                self._seconds.append([])
+            else:
+                before, ended, after = (median(part[_PASSED_OVER:]) for part in self._seconds)
+                self._usual = min(before, after)
+                self._choose(ended < _GAIN * self._usual)
+
+    def _choose(self, end: bool) -> None:
+        self._chosen, self._slow, self._seconds = end, 0, []
+        self._left = self._wait = min(4 * self._wait, _LONGEST_WAIT)
+
+
+def end_pool() -> None:
+    """Ends the pool of the calling thread, if it has one."""
+    if _pause is not None:
+        _pause(_SOFT)
+
+
+def _find() -> Callable[[int], int] | None:
+    """OpenMP's ``omp_pause_resource_all``, of the GNU library that torch has loaded; ``None`` if it has another."""
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return None
+    for library in (*sorted(Path(torch.__file__).parent.glob("lib/libgomp*")), "libgomp.so.1"):
+        try:
+            return ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD | os.RTLD_NOW).omp_pause_resource_all
+        except (OSError, AttributeError):  # not loaded, or older than OpenMP 5
+            continue
+    return None
+
+
+def _is_forked() -> None:
+    """The threads of pools are not in a process that was forked: nobody can end them there."""
+    global _pause
+    _pause = None
+
+
+_pause = _find()
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+if _pause is not None:
+    os.register_at_fork(after_in_child=_is_forked)
