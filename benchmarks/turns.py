@@ -3,8 +3,8 @@
     python benchmarks/turns.py --out benchmarks/results/turns.md
 
 ``floor`` trains two models of one device in turn, each with its own batch of 32 and its own SGD step: what taking turns
-could cost at best. It has a process of its own, as OpenMP's threads of the replicas would slow it down. The two take turns
-in blocks; medians over the blocks, and of the ratios of neighbouring blocks, are printed.
+could cost at best. It has a process of its own, as OpenMP's threads of the replicas would slow it down. The two take
+turns in blocks; medians over the blocks, and of the ratios of neighbouring blocks, are printed.
 """
 
 from __future__ import annotations
