@@ -99,3 +99,27 @@ def test_a_limit_to_weights_that_are_not_of_the_groups_is_good(limited: Callable
     model, alone = trained(optimizer_of, steps=4)
     for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+class NamesItself(torch.optim.SGD):
+    """Has a method of its own in an attribute and in a list, as heavyball's optimizers do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.inner, self.calls = self.halve, [self.halve]
+
+    @torch.no_grad()
+    def halve(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner()
+        super().step()
+
+
+def test_an_optimizer_may_have_methods_of_its_own_in_attributes() -> None:
+    model, alone = trained(NamesItself)
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -50,6 +50,7 @@ class Spreader:
         self._counterparts, self._same, self.discovery = counterparts, same, Discovery(take)
         rows.take = self._take_found
         self._unfilled: list[tuple[Any, ObjectContent, Belongs]] = []
+        self._whose_parts: set[int] = set()  # by ``id``: optimizers whose parts are being taken
         self.forget()
 
     def forget(self) -> None:
@@ -71,9 +72,15 @@ class Spreader:
 
     def take_parts(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes what an optimizer that all replicas have in common has, names in its methods, or calls as hooks."""
-        self.discovery.follow_class(type(optimizer))
-        for held in parts_of_optimizer(optimizer):
-            self._take_found(held, Belongs.PART)
+        if id(optimizer) in self._whose_parts:  # a part leads back to it, such as a method of its own
+            return
+        self._whose_parts.add(id(optimizer))
+        try:
+            self.discovery.follow_class(type(optimizer))
+            for held in parts_of_optimizer(optimizer):
+                self._take_found(held, Belongs.PART)
+        finally:
+            self._whose_parts.remove(id(optimizer))
 
     def _take_found(self, value: Any, part: Belongs) -> bool:
         if isinstance(value, NAMING):
