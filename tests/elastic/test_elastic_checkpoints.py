@@ -60,6 +60,19 @@ def test_a_worker_that_came_back_saves_when_the_others_do(run_job: Any, tmp_path
 
 
 @pytest.mark.timeout(60)
+def test_a_manager_that_missed_a_save_knows_of_it(tmp_path: Path) -> None:
+    """As on a worker that came back; with its own list it would restore another checkpoint than the others."""
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+        with strategy.scope():
+            checkpoint = Checkpoint(count=tfd.Variable(0))
+        others, late = (tfd.train.CheckpointManager(checkpoint, tmp_path, 2) for _ in range(2))
+        path = others.save()
+        assert (late.latest_checkpoint, late.checkpoints) == (path, [path])
+        path = others.save()
+        assert late.restore_or_initialize() == path
+
+
+@pytest.mark.timeout(60)
 def test_every_worker_gets_random_numbers_of_its_own(tmp_path: Path) -> None:
     """What one worker wrote for all, the job's workers restore."""
     torch.manual_seed(1)

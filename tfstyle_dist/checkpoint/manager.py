@@ -104,6 +104,16 @@ class CheckpointManager:
         self._latest = state.model_checkpoint_path if files.index_file(state.model_checkpoint_path).exists() else None
         self._last_preserved = self._last_preserved if preserved is None else preserved
 
+    def _look_again(self) -> None:
+        """A worker that came back to an elastic job has missed saves of the others: the list in the folder counts."""
+        state = None if self._one_writes is False else get_checkpoint_state(self._directory)
+        if state is None or state.model_checkpoint_path == self._latest:
+            return
+        _, group = self._checkpoint._find("CheckpointManager.latest_checkpoint")
+        self._one_writes = group.one_writes
+        if group.one_writes:
+            self._recover()
+
     # ---- facts ------------------------------------------------------------------------------------------------
 
     @property
@@ -124,11 +134,13 @@ class CheckpointManager:
     @property
     def latest_checkpoint(self) -> str | None:
         """The path of the newest checkpoint, which ``Checkpoint.restore`` takes; ``None`` when there is none."""
+        self._look_again()
         return self._latest
 
     @property
     def checkpoints(self) -> list[str]:
         """The paths of those that are kept, oldest first; not of those that are kept for good."""
+        self._look_again()
         return list(self._kept)
 
     # ---- saving -----------------------------------------------------------------------------------------------
@@ -264,6 +276,7 @@ class CheckpointManager:
             DataLossError: all checkpoints are damaged.
             InvalidArgumentError: it does not fit the objects.
         """
+        self._look_again()
         candidates = [path for path in reversed(self._kept) if path != self._latest]
         candidates = [self._latest, *candidates] if self._latest is not None else candidates
         for place, path in enumerate(candidates):
