@@ -175,3 +175,54 @@ def trainer_of(callback: Callback) -> Trainer:
     trainer = callback.trainer()
     assert trainer is not None
     return trainer
+
+
+class Watched:
+    """What watches a model, or a trainer, without keeping it."""
+
+    def __init__(self, watched: Any) -> None:
+        self.watched, self.count = weakref.proxy(watched), 0
+
+    def end(self, x: torch.Tensor) -> None:
+        self.count += 1
+        self.watched.helper.note(x)
+
+
+@pytest.mark.parametrize("named", ["model", "trainer"])
+@pytest.mark.parametrize("kept", ["closure", "module", "optimizer"])
+def test_what_a_proxy_names(strategy: Any, named: str, kept: str) -> None:
+    with strategy.scope():
+        trainer = Trainer()
+        assert trainer.model is not None
+        trainer.model.helper = Helper()
+        watch = Watched(trainer.model if named == "model" else trainer)
+        owner = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)
+        if kept != "closure":
+            (owner if kept == "module" else optimizer).watch = watch  # type: ignore[union-attr]
+
+    def step(number: int) -> tuple[int, int, int]:
+        found: Any = {"closure": lambda: watch, "module": lambda: owner.watch, "optimizer": lambda: optimizer.watch}
+        found[kept]().end(torch.tensor(10.0 * number + replica()))
+        owner(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        assert trainer.model is not None
+        return watch.count, len(watch.watched.helper.seen), watch.watched.helper.count
+
+    for number in range(3):
+        counts = strategy.experimental_local_results(strategy.run(step, args=(number,)))
+        assert set(counts) == {(number + 1, min(number + 1, 2), number + 1)}
+
+
+def test_a_proxy_of_what_is_gone(strategy: Any) -> None:
+    with strategy.scope():
+        model, gone = nn.Linear(1, 1), nn.Linear(1, 1)
+        model.helper, proxy = Watched(gone), weakref.proxy(gone)
+    del gone
+
+    def step(unused: Any = proxy) -> float:
+        model(torch.ones(1, 1)).sum().backward()
+        return float(model.bias.grad)
+
+    for number in range(2):
+        assert set(strategy.experimental_local_results(strategy.run(step))) == {number + 1.0}

@@ -25,10 +25,11 @@ MOST_ENTRIES = 20_000
 ATOMS = frozenset({
     type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, slice, range,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, weakref.ref, torch.layout,
-    torch.memory_format,
+    torch.memory_format, *weakref.ProxyTypes,
 })  # fmt: skip
 NAMING = types.FunctionType, types.MethodType
 """What refers to objects of the program: hooks, methods and callbacks that a module or a trainer has."""
+WEAK: tuple[type[Any], ...] = (weakref.ref, *weakref.ProxyTypes)
 DICTS = frozenset({dict, collections.OrderedDict, collections.defaultdict})
 CONTAINERS = DICTS | {list, set, collections.deque}
 _SEQUENCES: tuple[Any, ...] = (list, set, collections.deque)
@@ -47,6 +48,16 @@ def count_as_containers(*kinds: type) -> None:
             the entries of another one; attributes beside the entries are the same in the copies.
     """
     _copied.update(kinds)
+
+
+def referred_to(value: Any) -> Any:
+    """What a weak reference or a proxy is to, of which a proxy has all attributes; ``None`` if that is gone."""
+    if type(value) not in weakref.ProxyTypes:
+        return value()
+    try:
+        return value.__reduce_ex__.__self__
+    except ReferenceError:
+        return None
 
 
 def is_container(value: Any) -> bool:
@@ -97,8 +108,8 @@ class Copier:
         """The replica's value."""
         kind = type(value)
         if kind in ATOMS or issubclass(kind, types.ModuleType):  # which may load itself when it is asked
-            if kind is weakref.ref and not isinstance(value(), torch.Tensor | None):
-                self._take(value())
+            if kind in WEAK and not isinstance(meant := referred_to(value), torch.Tensor | None):
+                self._take(meant)
             elif kind in NAMING:
                 self._take(value)
             return value

@@ -22,7 +22,7 @@ import torch
 
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.carried_names import Carrying, carried_in, with_inner
-from tfstyle_dist.variables.copies import ATOMS, DICTS
+from tfstyle_dist.variables.copies import ATOMS, DICTS, WEAK, referred_to
 from tfstyle_dist.variables.state_objects import Belongs, parts_of
 
 _LIBRARIES = (
@@ -39,7 +39,7 @@ _WRAPPERS: tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...] = (
     ((functools.cached_property, functools.partialmethod, functools.singledispatchmethod), ("func",)),
 )
 """What a class has in the place of a function, and where the function is."""
-_LOOKED_INTO = type, types.FunctionType, types.MethodType, types.ModuleType, weakref.ref
+_LOOKED_INTO = type, types.FunctionType, types.MethodType, types.ModuleType, *WEAK
 _NOTHING = ATOMS.difference(_LOOKED_INTO) | {PerReplica, np.ndarray}
 
 
@@ -161,6 +161,8 @@ class Discovery:
             if depth == 0 and not _is_library(held.get("__file__")):
                 for name in names:
                     self._value(held.get(name), seen, (), 1)
+        elif issubclass(kind, WEAK):  # as a callback refers to its trainer
+            self._value(referred_to(value), seen, names, depth)
         elif kind is torch.Tensor and not value.requires_grad:
             self.tensors.append(value)
         elif isinstance(value, type):
@@ -170,8 +172,6 @@ class Discovery:
         elif isinstance(value, types.MethodType):
             self._value(value.__func__, seen, (), depth)
             self._value(value.__self__, seen, (), depth)
-        elif isinstance(value, weakref.ref):  # as a callback refers to its trainer
-            self._value(value(), seen, names, depth)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._value(part, seen, (), depth)

@@ -138,6 +138,11 @@ def _weak(t: Any) -> Kept:
     return lambda: (t[0], kept(), t[2])
 
 
+def _proxy(t: Any) -> Kept:
+    kept = tuple(map(weakref.proxy, t[:2]))
+    return lambda: (*kept, t[2])
+
+
 def _weak_values(t: Any) -> Kept:
     kept = weakref.WeakValueDictionary(o=t[1])
     return lambda: (t[0], kept["o"], t[2])
@@ -192,6 +197,7 @@ PLACES: dict[str, Callable[[Any], Kept]] = {
     "generator": _generator,
     "context-variable": _context_variable,
     "weak-reference": _weak,
+    "weak-proxy": _proxy,
     "weak-values": _weak_values,
     "user-dict": _user_dict,
     "attribute-dict": _attribute_dict,
