@@ -30,6 +30,7 @@ ATOMS = frozenset({
 NAMING = types.FunctionType, types.MethodType
 """What refers to objects of the program: hooks, methods and callbacks that a module or a trainer has."""
 WEAK: tuple[type[Any], ...] = (weakref.ref, *weakref.ProxyTypes)
+"""What refers to objects without keeping them; ``referred_to`` says to which."""
 DICTS = frozenset({dict, collections.OrderedDict, collections.defaultdict})
 CONTAINERS = DICTS | {list, set, collections.deque}
 _SEQUENCES: tuple[Any, ...] = (list, set, collections.deque)
