@@ -47,6 +47,7 @@ def measure(name: str, blocks: int) -> str:
     for form in seconds:
         ends[form], theirs = multiprocessing.Pipe()
         multiprocessing.get_context("spawn").Process(target=serve, args=(form, name, theirs), daemon=True).start()
+        theirs.close()  # else nobody would notice the end of the process
 
     def block(form: str, steps: int) -> float:
         ends[form].send(steps)

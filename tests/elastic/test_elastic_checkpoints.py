@@ -69,7 +69,10 @@ def test_a_manager_that_missed_a_save_knows_of_it(tmp_path: Path) -> None:
         path = others.save()
         assert (late.latest_checkpoint, late.checkpoints) == (path, [path])
         path = others.save()
+        assert strategy.run(lambda: late.latest_checkpoint) != path  # a replica sees what was known
         assert late.restore_or_initialize() == path
+        (tmp_path / "checkpoint").write_text("damaged")
+        assert (others.latest_checkpoint, late.latest_checkpoint) == (path, path)
 
 
 @pytest.mark.timeout(60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -306,33 +306,6 @@ def test_an_object_that_is_given_to_join_is_sent_whole() -> None:
         assert (kept.best, kept.losses, kept.sums) == (0.5, [1.0, 0.5], {"loss": 1.5})
         assert kept.state["weight"].tolist() == [1.0, 1.0]
         assert [(float(value), number) for value, number in kept.replay] == [(1.0, 1), (2.0, 2), (3.0, 3)]
-
-
-class Statistics:
-    """Running statistics, as programs write them."""
-
-    def __init__(self) -> None:
-        self.mean, self.count = np.zeros(2), 0.0
-        self.seen: Counter[str] = Counter()
-
-
-def test_objects_with_arrays_in_an_object_that_is_given_to_join_are_sent(caplog: pytest.LogCaptureFixture) -> None:
-    logging._said.discard("elastic join Statistics.seen")
-    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
-        kept, whole = Kept(), WholeState(strategy.parameter_store)
-        kept.state, kept.draws = {"input": (own := Statistics())}, random.Random(1)  # type: ignore[attr-defined]
-        kept.losses.append(0.0)
-        tfd.experimental.join(strategy, kept)
-        assert "'seen' of Statistics, which was given to join, holds Counter" in caplog.text
-        strategy.run(lambda: None)
-        own.mean, own.count = own.mean + 1.5, 3.0
-        kept.draws.random()  # type: ignore[attr-defined]
-        there, tensors, _ = whole.describe()
-        following = kept.draws.random()  # type: ignore[attr-defined]
-        own.mean, own.count = np.zeros(2), 0.0
-        whole.install(there, [tensor.clone() for tensor in tensors], complete=True)
-        assert (own.mean.tolist(), own.count) == ([1.5, 1.5], 3.0)
-        assert kept.draws.random() == following  # type: ignore[attr-defined]
 
 
 def test_a_long_container_that_a_repeated_step_has_changed_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,12 +23,15 @@ class Clock:
         monkeypatch.setattr(openmp_pools, "_CORES", 2)
         torch.set_num_threads(2)
 
-    def runs(self, pools: OpenMPPools, count: int, staying: float, ending: float) -> list[bool]:
+    def runs(
+        self, pools: OpenMPPools, count: int, staying: float, ending: float, others: float = 0.0, counts: bool = True
+    ) -> list[bool]:
+        """Whether pools ended; ``others``: what each second run takes, however pools end; 0: they are as the first."""
         said = []
-        for _ in range(count):
+        for number in range(count):
             said.append(pools.begin())
-            self.now += ending if said[-1] else staying
-            pools.finish()
+            self.now += others if others and number % 2 else ending if said[-1] else staying
+            pools.finish(counts)
         return said
 
 
@@ -40,16 +43,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_pools_end_where_runs_take_less_time_so(clock: Clock) -> None:
     pools = OpenMPPools(2)
     said = clock.runs(pools, 60, staying=10.0, ending=5.0)
-    assert not any(said[:23])  # before the trial, and in its first part
-    assert said[23:30] == [True] * 7
-    assert said[30:37] == [False] * 7
-    assert all(said[37:])
+    assert not any(said[:24])  # before the trial, and in its first part
+    assert said[24:32] == [True] * 8
+    assert said[32:40] == [False] * 8
+    assert all(said[40:])
 
 
 @pytest.mark.parametrize(("staying", "ending"), [(10.0, 10.0), (10.0, 9.5), (1.0, 1.4)])
 def test_pools_stay_where_little_or_nothing_is_gained(clock: Clock, staying: float, ending: float) -> None:
     said = clock.runs(OpenMPPools(2), 60, staying, ending)
-    assert sum(said) == 7
+    assert sum(said) == 8
 
 
 def test_a_trial_is_over_at_the_first_run_that_takes_far_longer(clock: Clock) -> None:
@@ -65,14 +68,31 @@ def test_trials_become_rare(clock: Clock) -> None:
 
 def test_pools_stay_again_when_runs_take_longer_than_they_did(clock: Clock) -> None:
     pools = OpenMPPools(2)
-    assert clock.runs(pools, 40, staying=10.0, ending=5.0)[-1]
-    assert sum(clock.runs(pools, 20, staying=10.0, ending=70.0)) == 8  # others use the cores now
+    clock.runs(pools, 40, staying=10.0, ending=5.0)
+    assert sum(clock.runs(pools, 30, staying=10.0, ending=70.0)) == 12  # others use the cores now
+
+
+@pytest.mark.parametrize("others", [1.0, 4.0])
+def test_runs_of_two_kinds_are_compared_with_both_kinds(clock: Clock, others: float) -> None:
+    pools = OpenMPPools(2)
+    assert sum(clock.runs(pools, 60, staying=10.0, ending=13.0, others=others)) == 8
+    assert all(clock.runs(OpenMPPools(2), 60, staying=10.0, ending=5.0, others=others)[40:])
+
+
+def test_runs_that_raise_do_not_count(clock: Clock) -> None:
+    assert not any(clock.runs(OpenMPPools(2), 100, staying=10.0, ending=5.0, counts=False))
+
+
+def test_a_run_within_a_run_does_as_that_one(clock: Clock) -> None:
+    pools = OpenMPPools(2)
+    clock.runs(pools, 60, staying=10.0, ending=5.0)
+    assert [pools.begin(), pools.begin()] == [True, True]
 
 
 def test_a_few_slow_runs_change_nothing(clock: Clock) -> None:
     pools = OpenMPPools(2)
     clock.runs(pools, 40, staying=10.0, ending=5.0)
-    for ending in (70.0, 5.0) * 10:
+    for ending in (70.0, *[5.0] * 11) * 3:
         assert clock.runs(pools, 1, staying=10.0, ending=ending) == [True]
 
 

@@ -17,6 +17,7 @@ from tfstyle_dist.checkpoint.planned import Planned
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.errors import DataLossError, NotFoundError
 from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.runtime import context
 
 
 class CheckpointManager:
@@ -106,11 +107,16 @@ class CheckpointManager:
 
     def _look_again(self) -> None:
         """A worker that came back to an elastic job has missed saves of the others: the list in the folder counts."""
-        state = None if self._one_writes is False else get_checkpoint_state(self._directory)
-        if state is None or state.model_checkpoint_path == self._latest:
+        if self._one_writes is False or context.current_replica() is not None:
             return
-        _, group = self._checkpoint._find("CheckpointManager.latest_checkpoint")
-        self._one_writes = group.one_writes
+        try:
+            state = get_checkpoint_state(self._directory)
+        except (DataLossError, OSError):  # what is known stays
+            return
+        listed = None if state is None else state.model_checkpoint_path
+        if listed is None or listed in (self._latest, *self._kept) or not files.index_file(listed).exists():
+            return
+        _, group = self._checkpoint._find("CheckpointManager")
         if group.one_writes:
             self._recover()
 

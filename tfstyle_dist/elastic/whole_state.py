@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from tfstyle_dist.core.errors import CollectiveMismatchError
@@ -19,59 +15,10 @@ from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter, is_lo
 from tfstyle_dist.variables.common_objects import HeldInCommon
 from tfstyle_dist.variables.copies import MOST_ENTRIES
 from tfstyle_dist.variables.record import Record, raw
-from tfstyle_dist.variables.state_objects import BOXES, MOST_LOOKED_AT, is_helper, is_plain, parts_of
+from tfstyle_dist.variables.state_objects import BOXES
 from tfstyle_dist.variables.store import ParameterStore
 
 Sent = dict[str, Any]
-_NOT_SENT = complex, bytes, bytearray, Counter, np.random.Generator, np.random.RandomState, SimpleNamespace
-"""What programs count in, or draw from, and what a worker that comes back is not sent."""
-
-
-def adopt_given(store: ParameterStore, thing: Any) -> None:
-    """Makes content what ``join`` was given: what a function names, or an object with the small objects in it.
-
-    Raises:
-        TypeError: it has no attributes that could be sent.
-    """
-    if callable(thing) and not isinstance(thing, torch.nn.Module):
-        store.prepare(thing, ())
-        if not is_plain(thing):
-            return
-    store.adopt_object(thing)
-    if is_plain(thing) and store.contents is not None:
-        helpers = list(_helpers_in(thing))
-        for helper in helpers:
-            store.adopt_object(helper)
-        writer = ValueWriter(store.contents)
-        for one in (thing, *helpers):
-            _say_what_is_left_out(writer, one)
-
-
-def _say_what_is_left_out(writer: ValueWriter, thing: Any) -> None:
-    for name, value in thing.__dict__.items():
-        left = sorted({type(one).__name__ for one in writer.describe(value)[2] if isinstance(one, _NOT_SENT)})
-        if left and is_content(thing, name):
-            warn_once(
-                f"elastic join {type(thing).__name__}.{name}",
-                f"The attribute {name!r} of {type(thing).__name__}, which was given to join, holds {', '.join(left)}, "
-                "and an elastic job sends tensors, numpy arrays, numbers, text, and lists, dicts, sets and deques of "
-                "them. A worker that comes back goes on with its own.",
-            )
-
-
-def _helpers_in(thing: Any) -> Iterator[Any]:
-    """The objects of numbers, texts and arrays in an object and in its containers, such as running statistics."""
-    stack, seen = [thing], {id(thing)}
-    while stack:
-        one = stack.pop()
-        for part in parts_of(one, MOST_LOOKED_AT) if isinstance(one, BOXES) else list(one.__dict__.values()):
-            plain = is_plain(part) and not isinstance(part, random.Random)  # which is sent as what it is
-            if id(part) in seen or not (isinstance(part, BOXES) or (plain and is_helper(part))):
-                continue
-            seen.add(id(part))
-            stack.append(part)
-            if plain:
-                yield part
 
 
 class WholeState:

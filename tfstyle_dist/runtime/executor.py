@@ -47,7 +47,7 @@ class ReplicaExecutor:
         self._places = {device.torch_device for device in devices if is_accelerator(device.type)}
         self._clocks = [STOPPED] * len(self._devices) if clocks is None else clocks
         self.content: Content = NoContent()
-        self._pools = OpenMPPools(len(self._devices))
+        self._pools = OpenMPPools([device.type for device in devices].count("cpu"))
         self._teams: list[Team] = []
         self._running = threading.RLock()
         self._pid = os.getpid()
@@ -120,7 +120,7 @@ class ReplicaExecutor:
                 self._teams.remove(team)
                 team.stop()
             team.free()
-            self._pools.finish()
+            self._pools.finish(counts=run.error is None)
         error = run.error
         if not run.lost:  # a thread that was abandoned looks at it when it comes back
             run.error = None

@@ -15,17 +15,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 import torch
 
 _SOFT = 1  # omp_pause_soft: the settings of OpenMP stay as they are
 _FIRST_WAIT, _LONGEST_WAIT = 16, 4096  # runs before a trial; each time four times as many
-_BLOCK, _PASSED_OVER = (
-    7,
-    2,
-)  # runs of each part of a trial; the first ones, in which pools end or are made, do not count
-_GAIN = 0.9  # how long a run may take, of what it takes with pools that stay, for them to end
+_PASSED_OVER = 2  # the first runs of each part of a trial, in which pools end or begin
+_COUNTED = 6  # the others; their sum counts, so that two or three kinds of runs that alternate are in each part
+_GAIN = 0.85  # how long they may take, of what they take with pools that stay, for pools to end
 _PARTS = (False, True, False)  # whether pools end in the parts of a trial
 
 
@@ -40,49 +37,56 @@ class OpenMPPools:
         self._replicas = replicas
         self._ends = self._chosen = False
         self._wait, self._left = _FIRST_WAIT, _FIRST_WAIT
-        self._seconds: list[list[float]] = []  # of a trial under way: of the runs of each part
-        self._slow, self._usual = 0, 0.0  # runs in succession that took longer than usual with pools that stay
+        self._parts: list[list[float]] = []  # of a trial under way: the seconds of the runs of each part
+        self._recent: list[float] = []  # with pools that end: of the runs since they were last summed up
+        self._slow, self._usual = 0, 0.0  # such sums in succession that were over the usual one; with pools that stay
         self._began = 0.0
 
     def begin(self) -> bool:
         """A run begins; returns whether each pool ends with its replica's turn."""
-        self._began, self._ends = 0.0, False
-        if _pause is not None and 1 + self._replicas * (torch.get_num_threads() - 1) > _CORES:
-            if not self._seconds and self._left <= 0:
-                self._seconds = [[]]
-            self._ends = _PARTS[len(self._seconds) - 1] if self._seconds else self._chosen
+        if self._began:  # within another run
+            return self._ends
+        self._ends = False
+        if _pause is not None and self._replicas > 1 and 1 + self._replicas * (torch.get_num_threads() - 1) > _CORES:
+            if not self._parts and self._left <= 0:
+                self._parts = [[]]
+            self._ends = _PARTS[len(self._parts) - 1] if self._parts else self._chosen
             self._began = time.perf_counter()
         return self._ends
 
-    def finish(self) -> None:
-        """The run is over."""
-        if not self._began:
+    def finish(self, counts: bool) -> None:
+        """The run is over; ``counts``: it did not raise."""
+        began, self._began = self._began, 0.0
+        if not began or not counts:
             return
-        seconds = time.perf_counter() - self._began
-        if self._seconds:
+        seconds = time.perf_counter() - began
+        if self._parts:
             self._try(seconds)
             return
         self._left -= 1
         if self._chosen:
-            self._slow = self._slow + 1 if seconds > self._usual else 0
-            if self._slow > _BLOCK:  # others use the cores now, or the step is another one
-                self._choose(False)
+            self._recent.append(seconds)
+            if len(self._recent) == _COUNTED:
+                self._slow = self._slow + 1 if sum(self._recent) > self._usual else 0
+                self._recent = []
+                if self._slow == 2:  # others use the cores now, or the step is another one
+                    self._choose(False)
 
     def _try(self, seconds: float) -> None:
-        part = self._seconds[-1]
+        part = self._parts[-1]
         part.append(seconds)
-        if self._ends and seconds > 3 * max(self._seconds[0]):
+        if self._ends and seconds > 3 * max(self._parts[0]):
             self._choose(False)
-        elif len(part) == _BLOCK:
-            if len(self._seconds) < len(_PARTS):
-                self._seconds.append([])
+        elif len(part) == _PASSED_OVER + _COUNTED:
+            if len(self._parts) < len(_PARTS):
+                self._parts.append([])
             else:
-                before, ended, after = (median(part[_PASSED_OVER:]) for part in self._seconds)
+                before, ended, after = (sum(part[_PASSED_OVER:]) for part in self._parts)
                 self._usual = min(before, after)
                 self._choose(ended < _GAIN * self._usual)
 
     def _choose(self, end: bool) -> None:
-        self._chosen, self._slow, self._seconds = end, 0, []
+        self._chosen, self._slow, self._parts, self._recent = end, 0, [], []
         self._left = self._wait = min(4 * self._wait, _LONGEST_WAIT)
 
 

@@ -19,7 +19,6 @@ from tfstyle_dist.elastic.membership import Membership
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.positions import Positions
 from tfstyle_dist.elastic.turns import ElasticRun, HeldContent
-from tfstyle_dist.elastic.whole_state import adopt_given
 from tfstyle_dist.monitoring.monitor import name_of
 from tfstyle_dist.monitoring.report import ElasticCounts
 from tfstyle_dist.runtime.executor import ReplicaExecutor
@@ -197,7 +196,10 @@ class ElasticSteps:
                 "a worker that comes back begins there."
             )
         for thing in uses:
-            adopt_given(store, thing)
+            if isinstance(thing, torch.nn.Module) or not callable(thing):
+                store.adopt_object(thing)
+            else:
+                store.prepare(thing, ())
         try:
             return self.job.join(self._worker.timeout)
         except BaseException:
