@@ -116,8 +116,7 @@ class CheckpointManager:
         listed = None if state is None else state.model_checkpoint_path
         if listed is None or listed in (self._latest, *self._kept) or not files.index_file(listed).exists():
             return
-        _, group = self._checkpoint._find("CheckpointManager")
-        if group.one_writes:
+        if self._checkpoint._find("CheckpointManager")[1].one_writes:
             self._recover()
 
     # ---- facts ------------------------------------------------------------------------------------------------
