@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 _Function: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_SOFT: Final = 1  # omp_pause_soft: the settings of OpenMP stay as they are
 _is_forked = False
 
 
@@ -65,6 +67,24 @@ def work_alone() -> None:
     torch.get_num_threads()  # torch gives a thread its number when it first asks
     if (openmp := _openmp()) is not None:
         openmp.omp_set_num_threads(1)
+
+
+def can_end_pools() -> bool:
+    """Whether torch has GNU's OpenMP, which keeps a pool of threads for each thread that computes, and can end one."""
+    return not _is_forked and _pause() is not None
+
+
+def end_pool() -> None:
+    """Ends the pool of the calling thread, if it has one; in a forked process, which has not its threads, nothing."""
+    if not _is_forked and (pause := _pause()) is not None:
+        pause(_SOFT)
+
+
+@cache
+def _pause() -> Callable[[int], int] | None:
+    """GNU's ``omp_pause_resource_all``; those of Intel and LLVM end the pools of all threads."""
+    openmp = _openmp()
+    return None if hasattr(openmp, "__kmpc_fork_call") else getattr(openmp, "omp_pause_resource_all", None)
 
 
 @cache

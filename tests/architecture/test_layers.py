@@ -45,6 +45,7 @@ LAYERS = {
 }
 WITHIN_LAYER = {
     ("comm", "shm"),
+    ("runtime", "ops"),
     ("gradients", "variables"),
     ("gradients", "cross_device_ops"),
     ("variables", "cross_device_ops"),

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tfstyle_dist_kernels.cpu.cpu_threads import work_alone
+from tfstyle_dist_kernels.cpu.cpu_threads import can_end_pools, end_pool, work_alone
 
-__all__ = ["work_alone"]
+__all__ = ["can_end_pools", "end_pool", "work_alone"]

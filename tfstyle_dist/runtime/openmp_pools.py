@@ -10,19 +10,18 @@ tried.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-_SOFT = 1  # omp_pause_soft: the settings of OpenMP stay as they are
+from tfstyle_dist.ops.threads import can_end_pools
+
 _FIRST_WAIT, _LONGEST_WAIT = 16, 4096  # runs before a trial; each time four times as many
 _PASSED_OVER = 2  # the first runs of each part of a trial, in which pools end or begin
 _COUNTED = 6  # the others; their sum counts, so that two or three kinds of runs that alternate are in each part
 _GAIN = 0.85  # how long they may take, of what they take with pools that stay, for pools to end
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _PARTS = (False, True, False)  # whether pools end in the parts of a trial
 
 
@@ -47,7 +46,7 @@ class OpenMPPools:
         if self._began:  # within another run
             return self._ends
         self._ends = False
-        if _pause is not None and self._replicas > 1 and 1 + self._replicas * (torch.get_num_threads() - 1) > _CORES:
+        if self._replicas > 1 and 1 + self._replicas * (torch.get_num_threads() - 1) > _CORES and can_end_pools():
             if not self._parts and self._left <= 0:
                 self._parts = [[]]
             self._ends = _PARTS[len(self._parts) - 1] if self._parts else self._chosen
@@ -88,33 +87,3 @@ class OpenMPPools:
     def _choose(self, end: bool) -> None:
         self._chosen, self._slow, self._parts, self._recent = end, 0, [], []
         self._left = self._wait = min(4 * self._wait, _LONGEST_WAIT)
-
-
-def end_pool() -> None:
-    """Ends the pool of the calling thread, if it has one."""
-    if _pause is not None:
-        _pause(_SOFT)
-
-
-def _find() -> Callable[[int], int] | None:
-    """OpenMP's ``omp_pause_resource_all``, of the GNU library that torch has loaded; ``None`` if it has another."""
-    if not hasattr(os, "RTLD_NOLOAD"):
-        return None
-    for library in (*sorted(Path(torch.__file__).parent.glob("lib/libgomp*")), "libgomp.so.1"):
-        try:
-            return ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD | os.RTLD_NOW).omp_pause_resource_all
-        except (OSError, AttributeError):  # not loaded, or older than OpenMP 5
-            continue
-    return None
-
-
-def _is_forked() -> None:
-    """The threads of pools are not in a process that was forked: nobody can end them there."""
-    global _pause
-    _pause = None
-
-
-_pause = _find()
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-if _pause is not None:
-    os.register_at_fork(after_in_child=_is_forked)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from tfstyle_dist.core.deadline import Deadline
-from tfstyle_dist.runtime.openmp_pools import end_pool
+from tfstyle_dist.ops.threads import end_pool
 from tfstyle_dist.runtime.process_settings import ProcessSettings
 from tfstyle_dist.runtime.turn_reports import Call
 
