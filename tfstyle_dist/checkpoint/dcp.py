@@ -7,12 +7,14 @@ folder is one checkpoint of ``torch.distributed.checkpoint``, which plain ``torc
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tfstyle_dist.checkpoint import files
 from tfstyle_dist.core.errors import DataLossError
 
 METADATA_FILE = ".metadata"
@@ -160,6 +162,21 @@ def _cause(error: RuntimeError, directory: Path) -> Exception:
             return OSError(inner.errno, inner.strerror, str(directory))
         inner = inner.__cause__ or inner.__context__
     return error
+
+
+def finish_part(part: Path, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Says beside a part that it is complete: its files with their checksums, and what is told of its tensors.
+
+    Args:
+        part: its folder.
+        facts: of the tensors, by name.
+        own: what objects have on this worker alone.
+    """
+    written = [file for file in sorted(part.iterdir()) if file.name != METADATA_FILE]
+    listing = {f"{part.name}/{file.name}": files.fingerprint(file) for file in written}
+    files.sync_folder(part)
+    about = {"files": listing, "tensors": facts, "own": own}
+    files.write_atomically(part.with_suffix(".json"), json.dumps(about))
 
 
 def join_parts(directory: Path, parts: Sequence[str]) -> None:

@@ -144,13 +144,9 @@ class Save:
         part = self._folder / f"part-{self._group.rank}"
         try:
             dcp.write_part(part, self._tensors)
-            written = [file for file in sorted(part.iterdir()) if file.name != dcp.METADATA_FILE]
-            listing = {f"{part.name}/{file.name}": files.fingerprint(file) for file in written}
-            files.sync_folder(part)
             if self._sources:
                 self._server_parts = on_servers.write(self._folder, self._sources)
-            about = {"files": listing, "tensors": self._facts, "own": self._own}
-            files.write_atomically(part.with_suffix(".json"), json.dumps(about))
+            dcp.finish_part(part, self._facts, self._own)
         except Exception:
             shutil.rmtree(part, ignore_errors=True)  # makes room for the word to the others
             raise

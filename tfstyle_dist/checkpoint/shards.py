@@ -67,10 +67,7 @@ def _copies(table: VariableTable, entry: Mapping[str, Any]) -> Iterator[dcp.Piec
 def _write_part(folder: Path, name: str, pieces: Sequence[dcp.Piece]) -> None:
     part = folder / name
     dcp.write_pieces(part, pieces)
-    files.sync_folder(part)
-    written = [file for file in sorted(part.iterdir()) if file.name != dcp.METADATA_FILE]
-    listing = {f"{name}/{file.name}": files.fingerprint(file) for file in written}
-    files.write_atomically(part.with_suffix(".json"), json.dumps({"files": listing, "tensors": {}, "own": {}}))
+    dcp.finish_part(part, {}, {})
 
 
 def read_shards(table: VariableTable, folder: str, entries: Sequence[Mapping[str, Any]]) -> Steps:

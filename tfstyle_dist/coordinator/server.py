@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tfstyle_dist.core import env
+from tfstyle_dist.core import env, network
 from tfstyle_dist.parameter_server.addresses import as_addresses
 
 if TYPE_CHECKING:
@@ -187,10 +186,7 @@ class Server:
         Returns:
             The server; ``target`` is its address.
         """
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        return Server({"local": [f"127.0.0.1:{port}"]}, start=start)
+        return Server({"local": [f"127.0.0.1:{network.free_ports(1, '127.0.0.1')[0]}"]}, start=start)
 
 
 def keep_memory() -> None:

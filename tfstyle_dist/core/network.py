@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import os
 import random
 import socket
 import struct
 from collections import deque
 from contextlib import ExitStack, suppress
 from pathlib import Path
+
+from tfstyle_dist.core.processes import link_target
 
 _LISTENING = "0A"
 _SIOCGIFADDR = 0x8915
@@ -113,17 +114,10 @@ def port_owner(port: int) -> str | None:
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with suppress(OSError):
-                if any(_target(handle) in inodes for handle in (process / "fd").iterdir()):
+                if any(link_target(handle) in inodes for handle in (process / "fd").iterdir()):
                     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                     return f"pid {process.name} ({command[:120]})"
     return "a process that this user cannot see"
-
-
-def _target(handle: Path) -> str:
-    """What a descriptor of a process stands for; nothing once it was closed."""
-    with suppress(OSError):
-        return os.readlink(handle)
-    return ""
 
 
 def interface_address(name: str) -> str | None:

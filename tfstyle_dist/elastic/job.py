@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,6 +27,7 @@ from tfstyle_dist.elastic.undo import Undo
 from tfstyle_dist.elastic.votes import Call, Votes, fingerprint, settings_of
 from tfstyle_dist.elastic.whole_state import WholeState
 from tfstyle_dist.gradients.reducer import GradientReducer
+from tfstyle_dist.runtime.random_streams import seed_of
 from tfstyle_dist.variables.common_objects import CommonObjects
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import ParameterStore
@@ -265,5 +265,4 @@ class ElasticJob:
 
 def _seed_of_generator() -> int:
     """Of what torch would draw next; after a checkpoint with random numbers was restored that is something new."""
-    state = torch.get_rng_state().numpy().tobytes()
-    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "big") >> 1
+    return seed_of(torch.get_rng_state().numpy().tobytes())

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from tfstyle_dist.core import processes
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.core.network import port_owner
 from tfstyle_dist.elastic.lookup import Address, Lookup
@@ -46,23 +47,10 @@ def is_gone(peer: Mapping[str, Any], here: str, meant: bool, lookup: Lookup) -> 
         lookup: of the address where the other end listens.
     """
     if peer.get("place") == here:  # on this host its number says so
-        return not _lives(peer.get("pid"))
+        return not processes.lives(peer.get("pid"))
     return not meant and lookup.refused(peer.get("life"))
 
 
 def is_stopped(pid: Any) -> bool:
     """Whether a process of this host was stopped by a signal (SIGSTOP, Ctrl-Z); one in a debugger was not."""
-    return _state(pid) == "T"
-
-
-def _lives(pid: Any) -> bool:
-    return _state(pid) not in ("", "Z", "X")
-
-
-def _state(pid: Any) -> str:
-    """The letter that the system has for what a process does; empty if there is no such process."""
-    try:
-        with open(f"/proc/{int(pid)}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
-    except (OSError, ValueError, TypeError):
-        return ""
+    return processes.state(pid) == "T"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.devices import ReplicaDevice
-from tfstyle_dist.runtime.random_streams import RandomStreams, python_state, seed_python, set_python_state
+from tfstyle_dist.runtime.random_streams import RandomStreams, python_state, seed_of, seed_python, set_python_state
 
 ProcessNumbers = tuple[torch.Tensor, Any]
 """The state of torch's generator of the CPU; that of ``random`` and numpy, or ``None``."""
@@ -132,5 +131,4 @@ class StepStreams(RandomStreams):
                 set_python_state(python)
 
     def _number(self, what: str) -> int:
-        name = f"{self.root} {self.step + self.ahead} {what}"
-        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+        return seed_of(f"{self.root} {self.step + self.ahead} {what}".encode())

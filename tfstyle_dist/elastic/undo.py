@@ -121,17 +121,14 @@ class Undo:
     # ---- putting back -----------------------------------------------------------------------------------------
 
     def done(self) -> None:
-        """The step is committed: nothing is to be put back."""
-        self._listen_no_more()
-
-    def _listen_no_more(self) -> None:
+        """The step is at its end: what is found from now on is not kept."""
         self._contents.on_take = None
         if self._contents.common is not None:
             self._contents.common.on_add = None
 
     def restore(self) -> None:
         """Puts everything back; called in cross-replica context. The other replicas get it when they run again."""
-        self._listen_no_more()
+        self.done()
         for held in (self._held, self._common, *self._late):
             if held is not None:
                 held.put_back()

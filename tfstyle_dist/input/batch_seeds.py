@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tfstyle_dist.runtime.random_streams import seed_python
+from tfstyle_dist.runtime.random_streams import seed_of, seed_python
 
 
 class SeededIndices(list[Any]):
@@ -25,8 +24,7 @@ class SeededIndices(list[Any]):
 
     def __init__(self, indices: list[Any], seed: int, place: int) -> None:
         super().__init__(indices)
-        name = f"{seed} {place}"
-        self._seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+        self._seed = seed_of(f"{seed} {place}".encode())
 
     def __reduce__(self) -> tuple[Callable[..., list[Any]], tuple[Any, ...]]:
         return _begin_batch, (list(self), self._seed)

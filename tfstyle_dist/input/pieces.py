@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sampler import random_numbers_of
 from tfstyle_dist.input.sharding import Layout, steps_of_batch
 from tfstyle_dist.input.split import first_size, fresh, is_text_list, leading_size
+from tfstyle_dist.runtime.random_streams import python_state, set_python_state
 
 _PARTS = "tfstyle_dist: the batches of a worker's replicas"
 
@@ -228,11 +228,10 @@ def copied(value: Any, known: dict[int, Any] | None = None) -> Any:
 
 def _random_numbers() -> Callable[[], None]:
     """What sets the global random numbers of torch, Python and numpy back to where they are now."""
-    python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, cpu = python_state(), torch.get_rng_state()
 
     def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(array)
+        set_python_state(python)
         torch.set_rng_state(cpu)
 
     return restore

@@ -6,11 +6,9 @@ import abc
 import contextlib
 import itertools
 import operator
-import random
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Sampler
 
@@ -18,6 +16,7 @@ from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.input.batch_seeds import SeededIndices
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Cut, Layout, Pieces, Position, count_steps, steps_of_batch
+from tfstyle_dist.runtime.random_streams import python_state, seed_python, set_python_state
 from tfstyle_dist.runtime.worker import Worker
 
 _SEEDS = 2**63
@@ -147,16 +146,14 @@ class SampledOrder(EpochOrder):
 @contextlib.contextmanager
 def random_numbers_of(seed: int) -> Iterator[None]:
     """The global random numbers of torch, Python and numpy come from ``seed`` for a while, then go on as before."""
-    python, array = random.getstate(), np.random.get_state()
+    before = python_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # the CPU's alone: what the step draws on a device goes on
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_python(seed)
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(array)
+            set_python_state(before)
 
 
 @contextlib.contextmanager

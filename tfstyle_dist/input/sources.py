@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -97,10 +98,15 @@ def _plan_loader(loader: DataLoader[Any], request: Request) -> Plan:
     drop = bool(loader.batch_sampler.drop_last)  # type: ignore[union-attr]
     size = check_batch_size(size, drop, request.layout)
     order = _order_of(loader, request)
+    return _sampler_plan(loader.dataset, order, size, drop, policy, _options_of(loader), request)
+
+
+def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What another DataLoader is made with in its place."""
     options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
     if not options["num_workers"]:
         options["prefetch_factor"] = None
-    return _sampler_plan(loader.dataset, order, size, drop, policy, options, request)
+    return options
 
 
 def _not_rebuilt(loader: DataLoader[Any]) -> str:
@@ -121,7 +127,7 @@ def _order_of(loader: DataLoader[Any], request: Request) -> EpochOrder:
     if type(sampler) is SequentialSampler:
         return SequentialOrder(sampler)
     generator = getattr(sampler, "generator", None) or loader.generator
-    seed = agreed_seed(request, None if generator is None else generator.initial_seed())
+    seed = _agreed_seed(request, generator)
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         return ShuffledOrder(sampler, seed)
     if not hasattr(sampler, "__len__"):
@@ -132,11 +138,11 @@ def _order_of(loader: DataLoader[Any], request: Request) -> EpochOrder:
     return SampledOrder(sampler, seed, request.worker)
 
 
-def agreed_seed(request: Request, own: int | None) -> int:
-    """One seed for all workers: the one given, or the one that worker 0 draws from torch's random numbers."""
-    seed = request.seed if request.seed is not None else own
+def _agreed_seed(request: Request, generator: torch.Generator | None) -> int:
+    """One seed for all workers: the one given, a generator's, or the one that worker 0 draws from torch's numbers."""
+    seed = request.seed
     if seed is None:
-        seed = request.worker.draw_seed()
+        seed = request.worker.draw_seed() if generator is None else generator.initial_seed()
     if request.layout.workers == 1 and request.worker.group.alone:
         return seed
     return int(request.worker.group.gather_objects(seed, "input: seed")[0])
@@ -168,8 +174,7 @@ def _plan_samples(dataset: Any, request: Request) -> Plan:
     refuse_indices(dataset, policy, request.layout.workers)
     order: EpochOrder = SequentialOrder(dataset)
     if request.shuffle:
-        generator = request.loader_options.get("generator")
-        order = ShuffledOrder(dataset, agreed_seed(request, None if generator is None else generator.initial_seed()))
+        order = ShuffledOrder(dataset, _agreed_seed(request, request.loader_options.get("generator")))
     return _sampler_plan(dataset, order, size, request.drop_remainder, policy, request.loader_options, request)
 
 
@@ -278,9 +283,7 @@ class _Epochs:
 
 def _with_dataset(loader: DataLoader[Any], dataset: Any, seeds: LoaderSeeds | None) -> DataLoader[Any]:
     """The same DataLoader over another IterableDataset, perhaps with other seeds."""
-    options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    options = _options_of(loader)
     if seeds is not None:
         options["generator"] = seeds.generator
-    if not options["num_workers"]:
-        options["prefetch_factor"] = None
     return DataLoader(dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **options)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from tfstyle_dist.core.processes import signal_name
 from tfstyle_dist.launch.restarts import Restarts
 from tfstyle_dist.launch.task import Task, show
 
@@ -142,7 +143,7 @@ class Supervisor:
         self._forward(0)
         failed.sort(key=lambda task: (task.blames_others(), task.ended_at))
         first, code = failed[0], failed[0].code() or 1
-        how = f"was ended by signal {code - 128} ({_signal_name(code - 128)})" if code > 128 else f"exited with {code}"
+        how = f"was ended by signal {code - 128} ({signal_name(code - 128)})" if code > 128 else f"exited with {code}"
         self._say(f"{first.name} (pid {first.pid}) failed first: it {how}; all tasks were stopped.")
         if trace := first.traceback():
             _show_error(f"[{first.name}] " + trace.replace("\n", f"\n[{first.name}] "))
@@ -151,7 +152,7 @@ class Supervisor:
     def _interrupted(self) -> int:
         unread = not self._signals
         number = signal.SIGPIPE if unread else self._signals[0]
-        why = "nobody reads the output any more (it went into a pipe)" if unread else _signal_name(number)
+        why = "nobody reads the output any more (it went into a pipe)" if unread else signal_name(number)
         self._say(f"{why}: stopping all tasks")
         self._signals.clear()
         running = [task for task in self._tasks if task.code() is None]
@@ -199,10 +200,3 @@ class Supervisor:
 def _show_error(text: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         show(text, sys.stderr)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 
 from tfstyle_dist.cluster_resolver import ClusterSpec
 from tfstyle_dist.cluster_resolver.simple import SimpleClusterResolver
@@ -85,9 +84,7 @@ class LocalCluster(SimpleClusterResolver):
         """Returns the resolver."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Ends the tasks."""
         self.close()
 

@@ -128,8 +128,7 @@ class RandomStreams:
         self._derived_from = digest, times
         for replica in range(1, len(self._states)):
             name = f"{torch.initial_seed()} {digest} {times} {self._first + replica}"
-            number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
-            self._states[replica] = self._made(replica, number >> 1)
+            self._states[replica] = self._made(replica, seed_of(name.encode()))
 
     def switch(self, replica: int) -> None:
         """The next numbers are the replica's."""
@@ -175,6 +174,11 @@ def is_of_the_streams(generator: torch.Generator) -> bool:
     kind = generator.device.type
     known = getattr(accelerator(kind), "default_generators", ()) if is_accelerator(kind) else ()
     return any(generator is own for own in known)
+
+
+def seed_of(text: bytes) -> int:
+    """A seed that another text does not have: 0 to 2**63, so that it can be stored in an int64."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def seed_python(seed: int) -> Any:

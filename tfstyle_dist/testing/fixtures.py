@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tfstyle_dist.core.processes import lives
 from tfstyle_dist.testing import messages, processes
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _belongs_to_another_session(path: Path) -> bool:
         return False
     session = os.getppid() if messages.RANK_VARIABLE in os.environ else os.getpid()
     others = processes.users(path) - processes.tree(session)
-    return any(processes.state(pid) not in ("", "Z") for pid in others)
+    return any(lives(pid) for pid in others)
 
 
 @pytest.fixture
@@ -191,10 +191,7 @@ def no_leaks() -> Iterator[None]:
     """
     before = _World.now()
     yield
-    end = time.monotonic() + _LEAK_PATIENCE
-    while (leaks := _World.now().leaks_since(before)) and time.monotonic() < end:
-        time.sleep(0.02)
-    if leaks:
+    if leaks := processes.left_after(_LEAK_PATIENCE, lambda: _World.now().leaks_since(before)):
         lines = ["the test left behind:", *(f"  {leak}" for leak in leaks)]
         lines.append("End, join or restore them before the test returns.")
         pytest.fail("\n".join(lines), pytrace=False)

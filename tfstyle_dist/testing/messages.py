@@ -57,7 +57,6 @@ class Run:
         nodeid: The test.
         rank: The rank that this process plays.
         env: Variables to set, or with None to remove, during the test.
-        shared_dir: A directory of this test that is the same on all ranks.
         world_size: How many ranks there are.
         pids_path: A file with the process ids of all ranks, in the order of the ranks; a restart rewrites it.
         shared_dir: A directory of this test that is the same on all ranks.

@@ -9,25 +9,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
+
+from tfstyle_dist.core.processes import link_target, lives, stat_fields, state
 
 _PROC = Path("/proc")
-
-
-def _stat_fields(pid: int) -> list[str]:
-    try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return []
-    # The command name is in parentheses and may itself hold spaces and parentheses.
-    return text.rpartition(")")[2].split()
-
-
-def state(pid: int) -> str:
-    """Returns the one-letter state of a process (`T`: stopped, `Z`: dead), or an empty string if unknown."""
-    fields = _stat_fields(pid)
-    return fields[0] if fields else ""
+Left = TypeVar("Left")
 
 
 def is_stopped(pid: int) -> bool:
@@ -47,7 +36,7 @@ def children(pid: int) -> set[int]:
     """Returns the ids of a process's direct children, the dead ones not included."""
     found = set()
     for candidate in all_pids():
-        fields = _stat_fields(candidate)
+        fields = stat_fields(candidate)
         if len(fields) > 1 and fields[1] == str(pid) and fields[0] != "Z":
             found.add(candidate)
     return found
@@ -55,7 +44,7 @@ def children(pid: int) -> set[int]:
 
 def tree(pid: int) -> set[int]:
     """Returns a process and all its descendants."""
-    parents = {candidate: fields[1] for candidate in all_pids() if len(fields := _stat_fields(candidate)) > 1}
+    parents = {candidate: fields[1] for candidate in all_pids() if len(fields := stat_fields(candidate)) > 1}
     found, new = {pid}, {pid}
     while new:
         known = {str(member) for member in new}
@@ -75,17 +64,10 @@ def users(path: str | os.PathLike[str]) -> set[int]:
                 found.add(pid)
                 continue
         with contextlib.suppress(OSError):
-            links = [_link(entry) for entry in (folder / "fd").iterdir()]
+            links = [link_target(entry) for entry in (folder / "fd").iterdir()]
             if wanted in links:
                 found.add(pid)
     return found
-
-
-def _link(path: Path) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
 
 
 def with_environment(name: str, value: str) -> set[int]:
@@ -103,8 +85,21 @@ def with_environment(name: str, value: str) -> set[int]:
             entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if wanted in entries and state(pid) not in ("", "Z"):
+        if wanted in entries and lives(pid):
             found.add(pid)
+    return found
+
+
+def left_after(patience: float, look: Callable[[], Left]) -> Left:
+    """Looks again and again until nothing is found any more; returns what was found last.
+
+    Args:
+        patience: Seconds after which to stop looking.
+        look: Returns something false once nothing is left.
+    """
+    end = time.monotonic() + patience
+    while (found := look()) and time.monotonic() < end:
+        time.sleep(0.02)
     return found
 
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+from tfstyle_dist.core.processes import signal_name
 from tfstyle_dist.testing import messages, processes
 
 # A test must not depend on the cluster that the shell happens to be in.
@@ -99,11 +100,11 @@ class RankProcess:
                 return None
             if result.si_code == os.CLD_EXITED:
                 return f"exit code {result.si_status}"
-            return f"signal {_signal_name(result.si_status)}"
+            return f"signal {signal_name(result.si_status)}"
         code = self._process.poll()
         if code is None:
             return None
-        return f"exit code {code}" if code >= 0 else f"signal {_signal_name(-code)}"
+        return f"exit code {code}" if code >= 0 else f"signal {signal_name(-code)}"
 
     def send(self, message: object) -> None:
         """Sends a message; a process that is gone is noticed by whoever waits for the answer."""
@@ -162,12 +163,7 @@ class RankProcess:
 
     def wait(self, patience: float) -> bool:
         """Waits for the end of the process without taking its exit status; returns whether it has ended."""
-        end = time.monotonic() + patience
-        while self.exited() is None:
-            if time.monotonic() >= end:
-                return False
-            time.sleep(0.01)
-        return True
+        return not processes.left_after(patience, lambda: self.exited() is None)
 
     def kill(self) -> None:
         """Kills the process and all its descendants; does nothing if that was done."""
@@ -187,14 +183,6 @@ def _interpreter_flags() -> list[str]:
     # What multiprocessing starts its processes with; there is no public name for it.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
-
-
-def _signal_name(number: int) -> str:
-    """The name of a signal, or the number of one that has no name, as most real-time signals."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)
 
 
 def _environment(rank: int, token: str) -> Mapping[str, str]:

@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 import threading
-import time
 from dataclasses import dataclass
 
 from tfstyle_dist.testing import processes
@@ -65,15 +64,9 @@ class RankState:
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.set_num_threads(1)
-        return self._leftovers()
+        return processes.left_after(_PATIENCE, self._leftovers)
 
     def _leftovers(self) -> list[str]:
-        end = time.monotonic() + _PATIENCE
-        while (found := self._find_leftovers()) and time.monotonic() < end:
-            time.sleep(0.02)
-        return found
-
-    def _find_leftovers(self) -> list[str]:
         threads = [
             f"thread {thread.name}"
             for thread in threading.enumerate()

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from tfstyle_dist.core.processes import lives
 from tfstyle_dist.testing import processes
 
 __all__ = ["CompletedScript", "ScriptTimeoutError", "run_script"]
@@ -143,6 +144,4 @@ def _dump_stacks(leader: int, token: str) -> None:
     for pid in (*sorted(others), leader):
         processes.send([pid], signal.SIGABRT)
         processes.send([pid], signal.SIGCONT)
-        end = time.monotonic() + _STACK_PATIENCE
-        while time.monotonic() < end and processes.state(pid) not in ("", "Z"):
-            time.sleep(0.02)
+        processes.left_after(_STACK_PATIENCE, partial(lives, pid))

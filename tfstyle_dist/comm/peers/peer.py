@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import Any
 
 from tfstyle_dist.comm.peers import stacks
+from tfstyle_dist.core import processes
 from tfstyle_dist.shm.namespaces import host_and_boot, pid_namespace
 
 
@@ -57,12 +57,8 @@ class Peer:
             return f"on host {self.host}, not visible from here"
         if not self.visible():
             return "in another container of this host (another pid namespace), not visible from here"
-        try:
-            after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2]
-        except OSError:
-            return "dead"
-        letter = after_name.split()[0]
-        return {"Z": "dead", "X": "dead", "T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}.get(letter, "running")
+        said = {"": "dead", "Z": "dead", "X": "dead", "T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}
+        return said.get(processes.state(self.pid), "running")
 
     def stack(self) -> str | None:
         """Its Python stack; ``None``: it does not show it, or not to this process."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,7 +130,7 @@ class LocalReplicas(Wrapped):
         for place, (share, device) in enumerate(zip(shares, devices, strict=True)):
             own = dict(zip(names, copies[place * len(names) : (place + 1) * len(names)], strict=True)) | buffers[place]
             own |= {name: frozen.detach().to(device) for name, frozen in parameters.items()}
-            mine, named = map_tensors(_Cut(share, count, device), (args, kwargs))
+            mine, named = map_tensors(partial(_cut, share, count, device), (args, kwargs))
             if named.get("num_items_in_batch") is not None:
                 # The Trainer says by how many tokens the model divides its sum. By its part of them, so that the
                 # mean of the shares' losses is the loss of the whole batch.
@@ -161,15 +162,10 @@ def _count_examples(data: Any) -> int:
     return lengths[0] if lengths else 0
 
 
-class _Cut:
-    """Takes a replica's share of a tensor that has one entry for each example of the batch."""
-
-    def __init__(self, share: tuple[int, int], count: int, device: torch.device) -> None:
-        self._share, self._count, self._device = share, count, device
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        whole = tensor.dim() == 0 or tensor.shape[0] != self._count
-        return (tensor if whole else tensor[slice(*self._share)]).to(self._device)
+def _cut(share: tuple[int, int], count: int, device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """A replica's share of a tensor that has one entry for each example of the batch."""
+    whole = tensor.dim() == 0 or tensor.shape[0] != count
+    return (tensor if whole else tensor[slice(*share)]).to(device)
 
 
 class _Spread(torch.autograd.Function):

@@ -20,6 +20,7 @@ from tfstyle_dist.input.sampler import EpochOrder
 from tfstyle_dist.integrations.keras.backend import ArrayDataAdapter, DataAdapter, TorchDataLoaderAdapter
 from tfstyle_dist.integrations.keras.batches import Batches
 from tfstyle_dist.integrations.keras.steps import usable
+from tfstyle_dist.runtime.random_streams import seed_python
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.values import select_replica
@@ -179,6 +180,5 @@ def agree_on_random_numbers(group: WorkerGroup) -> None:
     told = group.gather_objects([digest, proposal], "input: random numbers")
     if any(t[0] != told[0][0] for t in told):
         seed = int(told[0][1])
-        random.seed(seed)
-        np.random.seed(seed)
+        seed_python(seed)
         torch.manual_seed(seed)

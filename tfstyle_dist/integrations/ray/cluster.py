@@ -8,7 +8,6 @@ import uuid
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tfstyle_dist.cluster_resolver import ClusterSpec, SimpleClusterResolver
@@ -117,9 +116,7 @@ class RayCluster(SimpleClusterResolver):
         """Returns the resolver."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Ends the tasks."""
         self.close()
 

@@ -211,8 +211,7 @@ class ServerLink(Connection):
         """
         with self._lock:
             self.flush()
-            while self._waiting:
-                self._receive()
+            self._drain()
             error, self._posted_error = self._posted_error, None
             if error is not None:
                 raise error
