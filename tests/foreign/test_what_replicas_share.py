@@ -321,13 +321,14 @@ def test_attributes_of_a_parameter_are_there_on_every_replica(strategy: Any) -> 
     assert values(strategy, scaled) == [6.0, 6.0]
 
 
-def test_a_write_to_a_tensor_in_a_slot_is_said(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_write_to_a_tensor_in_a_slot_is_said_where_replicas_share_it(caplog: pytest.LogCaptureFixture) -> None:
     class Shared:
         __slots__ = ("values",)
 
     shared = Shared()
     shared.values = torch.zeros(7)
-    strategy.run(lambda: shared.values.add_(1.0).sum())
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+        strategy.run(lambda: shared.values.add_(1.0).sum())
     assert "shape (7,)" in caplog.text
 
 

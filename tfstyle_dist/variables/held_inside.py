@@ -1,4 +1,4 @@
-"""What is inside of objects that stay, and is exchanged: elements of arrays, entries of a trainer's dict or namespace.
+"""What is inside of objects that stay, and is exchanged: elements of arrays, entries of dicts and namespaces, slots.
 
 A dict and a ``types.SimpleNamespace`` have no attributes that could be exchanged. All replicas begin with the same
 entries, and each goes on from there.
@@ -19,12 +19,14 @@ from tfstyle_dist.variables.copies import ATOMS, DICTS, is_container
 from tfstyle_dist.variables.generator_states import GeneratorStates
 from tfstyle_dist.variables.object_content import ObjectContent, when_gone
 from tfstyle_dist.variables.own_arrays import OwnArrays, is_common, is_own_array
+from tfstyle_dist.variables.slots import Slots
 from tfstyle_dist.variables.state_objects import (
     FEW,
     HOLDERS,
     MOST_LOOKED_AT,
     Belongs,
     belongings,
+    has_slots,
     is_helper,
     is_optimizer,
     parts_of,
@@ -97,7 +99,9 @@ class Entries:
 
 
 class HeldInside:
-    """The generators, arrays, dicts and namespaces that are content. Nothing can refer to the last two weakly.
+    """The generators, arrays, dicts, namespaces and objects with slots that are content, held as long as others do.
+
+    Nothing can refer to dicts and namespaces weakly, nor to most objects with slots.
 
     Args:
         count: of the replicas.
@@ -107,7 +111,7 @@ class HeldInside:
 
     Attributes:
         generators: their states.
-        same: of the dicts and namespaces what other replicas have in their place, by ``id``: the same.
+        same: of the last three what other replicas have in their place, by ``id``: the same.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class HeldInside:
     ) -> None:
         self._count, self._places, self._take, self._let_go = count, places, take, let_go
         self.generators, self._arrays = GeneratorStates(), OwnArrays(let_go)
-        self._entries: dict[int, tuple[Entries, ObjectContent]] = {}  # by the ``id`` of the dict or namespace
+        self._entries: dict[int, tuple[Entries | Slots, ObjectContent]] = {}  # by the ``id`` of what they stand for
         self.same: dict[int, tuple[Any, Any]] = {}
 
     def take(self, value: Any, part: Belongs, generators_alone: bool) -> bool:
@@ -139,8 +143,8 @@ class HeldInside:
             return False
         if is_own_array(value):
             self._arrays.add(value, self._count)
-        elif has_entries(value, part):
-            entries = Entries(value)
+        elif (has_fields := has_slots(value, part)) or has_entries(value, part):
+            entries = Slots(value) if has_fields else Entries(value)
             self.same[id(value)] = entries.same
             self._take(entries, max(part, belongings(entries)))
             self._entries[id(value)] = entries, self._places[id(entries)]
@@ -155,6 +159,8 @@ class HeldInside:
         if self._arrays.kept:
             self._arrays.switch(before, after)
         for entries, content in self._entries.values():
+            if isinstance(entries, Slots):
+                continue  # exchanged as the attributes of any object
             box = _inside(entries.same[0])
             kind = _kind_of(box)
             content.dicts[before] = kind(kind.items(box))
@@ -178,7 +184,7 @@ class HeldInside:
             self._arrays.mark()
 
     def drop_dead(self) -> None:
-        """Forgets what is gone, and dicts and namespaces that nobody holds but this object."""
+        """Forgets what is gone, and what nobody holds but this object."""
         self.generators.drop_dead()
         if self._arrays.kept:
             self._arrays.drop_dead()
@@ -186,7 +192,7 @@ class HeldInside:
             del self._entries[number], self._places[number], self.same[number]
 
     def clear(self) -> None:
-        """Nobody asks for arrays, dicts and namespaces any more."""
+        """Nobody asks for what this holds any more."""
         for number in [*self._entries, *(id(kept.array) for kept in self._arrays.kept)]:
             del self._places[number]
         self._entries.clear()
@@ -209,8 +215,8 @@ def _kind_of(box: dict[str, Any]) -> Any:
     return OrderedDict if isinstance(box, OrderedDict) else dict
 
 
-def _references(entries: Entries) -> int:
-    """To a dict or namespace; a dict is the attributes too, those of the replica that is shown, and perhaps its own."""
+def _references(entries: Entries | Slots) -> int:
+    """To what this stands for; a dict is the attributes too, of the replica that is shown, and perhaps its own."""
     box = entries.same[0]
     own = getattr(type(box), "__dictoffset__", 0) and object.__getattribute__(box, "__dict__") is box
     return sys.getrefcount(entries.same[0]) - 2 * (box is entries.__dict__) - bool(own)

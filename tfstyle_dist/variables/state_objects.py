@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 import functools
+import sys
 import threading
 import types
-from collections import deque
+import weakref
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.common_objects import HeldInCommon
 from tfstyle_dist.variables.copies import ATOMS, NAMING, is_container
 from tfstyle_dist.variables.own_arrays import is_common
+from tfstyle_dist.variables.slots import Slots, slots_of
 
 # Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
 _SKIPPED = (
@@ -27,6 +30,8 @@ _SKIPPED = (
     "tfstyle_dist", "threading", "tokenizers", "tqdm", "types", "typing", "unittest", "weakref",
     *torch_internals.MACHINERY,
 )  # fmt: skip
+_MAPPINGS = UserDict, UserList, ChainMap, weakref.WeakKeyDictionary
+"""Of these packages, and yet a program's own lists and dicts."""
 _DATA = torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler
 _MOST_HELD = 4096
 """Of entries in a container of state, such as averages of all parameters; more are data."""
@@ -79,6 +84,25 @@ def is_state(thing: Any, part: Belongs = Belongs.NOTHING, arrays: bool = True) -
     if part is Belongs.PART or is_optimizer(type(thing)) or _holds_state(thing, 2, None):
         return True
     return _holds_state(thing, _DEPTH, [None] * _MOST_VALUES) or (part is Belongs.BESIDE and is_helper(thing, arrays))
+
+
+def has_slots(thing: Any, part: Belongs = Belongs.NOTHING) -> bool:
+    """Whether attributes in slots are content, as those of a plain object would be.
+
+    Args:
+        thing: any object.
+        part: what it was found in.
+    """
+    kind = type(thing)
+    if kind.__dictoffset__ or issubclass(kind, (*BOXES, torch.Tensor, type)) or not slots_of(kind):
+        return False
+    module = kind.__module__ or ""
+    if _is_skipped(module) or module.partition(".")[0] in sys.stdlib_module_names:
+        return False
+    held = Slots(thing)
+    if part is Belongs.PART or _holds_state(held, _DEPTH, [None] * _MOST_VALUES):
+        return True
+    return part is Belongs.BESIDE and is_helper(held.__dict__)
 
 
 def belongings(thing: Any) -> Belongs:
@@ -144,7 +168,7 @@ def is_plain(thing: Any) -> bool:
         return False
     if not _has_content(thing) or is_container(thing):
         return False
-    if _is_skipped(kind.__module__ or ""):
+    if _is_skipped(kind.__module__ or "") and kind not in _MAPPINGS:
         return False
     try:
         object.__setattr__(thing, "__dict__", thing.__dict__)

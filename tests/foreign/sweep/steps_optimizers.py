@@ -10,7 +10,6 @@ from programs import Net, add, case, plain, sgd
 from torch import nn, optim
 from torch.nn import functional as F
 
-SLOTS = "attributes in __slots__ are shared"
 TENSOR = "a tensor that the step names and no object holds is shared; a warning says so"
 
 
@@ -297,7 +296,7 @@ class Slots:
             p.sub_(v, alpha=0.1 / self.t)
 
 
-@case("steps", "opt-slots-class", differs={"replicas": SLOTS})
+@case("steps", "opt-slots-class")
 def opt_slots_class(run):
     with run.scope():
         model = Net()

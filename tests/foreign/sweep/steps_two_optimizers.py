@@ -9,7 +9,6 @@ from programs import Net, add, case, plain, random, sgd
 from steps_optimizers import TS
 from torch.nn import functional as F
 
-SLOTS = "attributes in __slots__ are shared"
 TENSOR = "a tensor that the step names and no object holds is shared; a warning says so"
 
 
