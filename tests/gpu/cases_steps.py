@@ -340,6 +340,23 @@ def test_variables_and_reductions(devices: list[str]) -> None:
         assert float(strategy.reduce("SUM", strategy.run(lambda: torch.ones(())), axis=None)) == 2.0  # of the CPU
 
 
+@on_devices
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather"])
+def test_values_of_the_cpu_have_derivatives_there(devices: list[str], call: str) -> None:
+    def step() -> torch.Tensor:
+        replica = td.get_replica_context()
+        x = torch.ones(2, 3, device="cpu", requires_grad=True)
+        together = replica.all_reduce("SUM", x) if call == "all_reduce" else replica.all_gather(x, 0)
+        assert together.device == torch.device(KIND, ACCELERATOR.current_device())
+        (together * (1.0 + replica.local_replica_id)).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with td.MirroredStrategy(devices) as strategy:
+        found = strategy.experimental_local_results(strategy.run(step))
+    assert [(g.device.type, g.tolist()) for g in found] == [("cpu", [[3.0] * 3] * 2)] * 2
+
+
 @pytest.mark.parametrize("own", [None, lambda values: torch.stack(list(values)).sum(0)], ids=["default", "own sum"])
 @on_devices
 def test_what_replicas_give_from_their_own_devices_is_summed_on_one(devices: list[str], own: Any) -> None:
