@@ -147,6 +147,20 @@ def test_the_one_copy_is_evaluated_on_the_first_device(devices: list[str]) -> No
     torch.testing.assert_close(found.cpu(), model(x), **LOOSER)
 
 
+@on_devices
+def test_the_device_of_each_share_of_a_call_is_the_current_one(devices: list[str]) -> None:
+    wrappers = pytest.importorskip("tfstyle_dist.integrations.accelerate.wrappers")
+
+    class Shifted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + torch.ones(1, device=KIND)
+
+    model, x = Shifted(3, 2), inputs(0)
+    with td.MirroredStrategy(devices) as strategy:
+        found = wrappers.LocalReplicas(model.to(f"{KIND}:0"), strategy)(x.to(f"{KIND}:0"))
+    torch.testing.assert_close(found.cpu(), nn.Linear.forward(model.cpu(), x) + 1, **LOOSER)
+
+
 @pytest.mark.parametrize("home", ["cpu:0", f"{KIND}:0"])
 @on_devices
 def test_central_storage(devices: list[str], home: str) -> None:
