@@ -190,7 +190,13 @@ def test_g6_the_current_device_is_the_replicas_own() -> None:
             return [str(t.device) for t in (torch.ones(1, device=KIND), layer.weight, layer(layer.weight))]
 
         found = strategy.experimental_local_results(strategy.run(where))
+        with strategy.scope():
+            variable = td.Variable([1.0])
+        update = strategy.extended.update(
+            variable, lambda copy: (copy + torch.ones(1, device=KIND)).device, group=False
+        )
     assert [list(devices) for devices in found] == [[place] * 3 for place in places]
+    assert list(map(str, update)) == places
     assert ACCELERATOR.current_device() == before
 
 
