@@ -190,7 +190,13 @@ def test_g6_the_current_device_is_the_replicas_own() -> None:
             return [str(t.device) for t in (torch.ones(1, device=KIND), layer.weight, layer(layer.weight))]
 
         found = strategy.experimental_local_results(strategy.run(where))
+        with strategy.scope():
+            variable = td.Variable([1.0])
+        update = strategy.extended.update(
+            variable, lambda copy: (copy + torch.ones(1, device=KIND)).device, group=False
+        )
     assert [list(devices) for devices in found] == [[place] * 3 for place in places]
+    assert list(map(str, update)) == places
     assert ACCELERATOR.current_device() == before
 
 
@@ -297,6 +303,52 @@ def test_g15_sums_between_devices_have_the_bits_of_one() -> None:
             for row in there:
                 for found, value in zip(row, expected, strict=True):
                     assert torch.equal(found.cpu(), value)
+
+
+def test_g15_some_parameters_are_kept_on_the_cpu() -> None:
+    """As a large table is, by ``model.table.cpu()`` outside of steps."""
+    from tfstyle_dist.gradients.exchanges.between_devices import average_over_devices
+
+    places = [f"{KIND}:0", f"{KIND}:{ACCELERATOR.device_count() - 1}"]
+    rows = [
+        [torch.full((3,), r + k, dtype=torch.float32, device="cpu" if k % 3 else place) for k in range(7)]
+        for r, place in enumerate(places)
+    ]
+    average_over_devices(rows, 0)
+    for place, row in zip(places, rows, strict=True):
+        assert [g.tolist() for g in row] == [[k + 0.5] * 3 for k in range(7)]
+        assert [str(g.device) for g in row] == ["cpu" if k % 3 else place for k in range(7)]
+
+
+@on_devices
+def test_a_device_that_an_object_names_is_the_replicas_own(devices: list[str]) -> None:
+    """As metrics of torchmetrics know where their counts are, and modules where their inputs are to go."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.here, self.there = nn.Linear(3, 1), torch.device(KIND, 0), [torch.device("cpu")]
+            self.count = torch.zeros(1, device=self.here)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += torch.tensor([len(x)], device=self.here)
+            return self.layer(x.to(self.here))  # type: ignore[no-any-return]
+
+    with td.MirroredStrategy(devices) as strategy:
+        with strategy.scope():
+            model = Counting()
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            assert model.there == [torch.device("cpu")]
+            return model(x), model.count * 1
+
+        for count in (1, 2):
+            made = strategy.run(step, args=(on_all(strategy, inputs),))
+            for value in made:
+                where = [t.device for t in strategy.experimental_local_results(value)]
+                assert where == [strategy.worker.torch_device(number) for number in range(2)]
+            assert [float(t) for t in strategy.experimental_local_results(made[1])] == [4.0 * count] * 2
+        assert model.here == torch.device(KIND, 0)
 
 
 @on_devices

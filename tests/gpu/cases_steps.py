@@ -147,6 +147,20 @@ def test_the_one_copy_is_evaluated_on_the_first_device(devices: list[str]) -> No
     torch.testing.assert_close(found.cpu(), model(x), **LOOSER)
 
 
+@on_devices
+def test_the_device_of_each_share_of_a_call_is_the_current_one(devices: list[str]) -> None:
+    wrappers = pytest.importorskip("tfstyle_dist.integrations.accelerate.wrappers")
+
+    class Shifted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + torch.ones(1, device=KIND)
+
+    model, x = Shifted(3, 2), inputs(0)
+    with td.MirroredStrategy(devices) as strategy:
+        found = wrappers.LocalReplicas(model.to(f"{KIND}:0"), strategy)(x.to(f"{KIND}:0"))
+    torch.testing.assert_close(found.cpu(), nn.Linear.forward(model.cpu(), x) + 1, **LOOSER)
+
+
 @pytest.mark.parametrize("home", ["cpu:0", f"{KIND}:0"])
 @on_devices
 def test_central_storage(devices: list[str], home: str) -> None:
@@ -338,6 +352,23 @@ def test_variables_and_reductions(devices: list[str]) -> None:
         assert strategy.reduce("MEAN", result, axis=None).cpu().tolist() == [3.0, 3.0]
         assert strategy.gather(result, 0).cpu().tolist() == [3.0] * 4
         assert float(strategy.reduce("SUM", strategy.run(lambda: torch.ones(())), axis=None)) == 2.0  # of the CPU
+
+
+@on_devices
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather"])
+def test_values_of_the_cpu_have_derivatives_there(devices: list[str], call: str) -> None:
+    def step() -> torch.Tensor:
+        replica = td.get_replica_context()
+        x = torch.ones(2, 3, device="cpu", requires_grad=True)
+        together = replica.all_reduce("SUM", x) if call == "all_reduce" else replica.all_gather(x, 0)
+        assert together.device == torch.device(KIND, ACCELERATOR.current_device())
+        (together * (1.0 + replica.local_replica_id)).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with td.MirroredStrategy(devices) as strategy:
+        found = strategy.experimental_local_results(strategy.run(step))
+    assert [(g.device.type, g.tolist()) for g in found] == [("cpu", [[3.0] * 3] * 2)] * 2
 
 
 @pytest.mark.parametrize("own", [None, lambda values: torch.stack(list(values)).sum(0)], ids=["default", "own sum"])

@@ -170,6 +170,20 @@ class Failing:
         raise OSError("the file ends here")
 
 
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_what_is_on_the_device_already_may_be_filled_again_for_the_next_batch(one: td.Strategy, ahead: int) -> None:
+    class Refilled:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield torch.full((2,), 5.0, device="cpu")
+            memory = torch.empty(2, device=place_of(one))
+            for number in range(4):
+                yield memory.fill_(number)
+
+    options = td.InputOptions(experimental_per_replica_buffer_size=ahead)
+    read = [float(batch.sum()) for batch in one.experimental_distribute_dataset(Refilled(), options)]
+    assert read == [10.0, 0.0, 2.0, 4.0, 6.0]
+
+
 def test_batches_before_an_error_are_not_lost(one: td.Strategy) -> None:
     options = td.InputOptions(experimental_per_replica_buffer_size=3)
     iterator = iter(one.experimental_distribute_dataset(Failing(), options))

@@ -41,7 +41,8 @@ def share(of: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Te
     first, last = 4 * replica(), 4 * replica() + 4
     if count > 1 and replica() < 2:  # the second has two of the first one's
         first, last = (0, 2) if replica() == 0 else (2, 8)
-    return of[0][first:last], of[1][first:last]
+    here = torch.get_default_device()  # which is the replica's own in the tests on devices
+    return of[0][first:last].to(here), of[1][first:last].to(here)
 
 
 def several(**options: Any) -> Any:

@@ -23,7 +23,9 @@ class DevicePrefetcher:
 
     On an accelerator the copies run on a stream of their own, ``depth`` steps ahead of the training step; from pinned
     memory they do not wait. What is no tensor and has a method ``to`` is moved when its step is asked for. On the CPU
-    nothing is copied and nothing is read ahead. What the pipeline raises while it is read ahead is raised in its place.
+    nothing is copied and nothing is read ahead. Nor is it behind a batch that is on the device already: it is not
+    copied, and its memory may be filled again for the next one. What the pipeline raises while it is read ahead is
+    raised in its place.
 
     Args:
         steps: a pipeline's steps.
@@ -36,6 +38,7 @@ class DevicePrefetcher:
         self._steps, self._devices, self._depth = steps, devices, depth
         self._ready: deque[tuple[Step, list[Any]]] = deque()
         self._raised: list[Exception] = []
+        self._last_stays = False  # whether the batch that was read last was on a device already, in part
         self._streams = {d: accelerator(d.type).Stream(d) for d in set(devices) if is_accelerator(d.type)}
 
     def __iter__(self) -> Iterator[Step]:
@@ -58,11 +61,12 @@ class DevicePrefetcher:
         return self._moved(step)
 
     def _read_ahead(self) -> None:
-        while len(self._ready) <= self._depth and not self._raised:
+        while not self._raised and (not self._ready or (len(self._ready) <= self._depth and not self._last_stays)):
             try:
                 step = next(self._steps, None)
                 if step is None:
                     break
+                self._last_stays = any(map(_stays, step.parts, self._devices))
                 self._ready.append(self._copied(step))
             except Exception as error:
                 # Without this frame, which would make a circle of the two.
@@ -106,6 +110,11 @@ def _leaf_to(device: torch.device, leaf: Any) -> Any:
 
 def _tensor_to(device: torch.device, leaf: Any) -> Any:
     return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _stays(batch: Any, device: torch.device) -> bool:
+    """Whether a part of a batch is not copied."""
+    return any(leaf.device == device for leaf in _device_leaves(batch))
 
 
 def _device_leaves(batch: Any) -> list[torch.Tensor]:

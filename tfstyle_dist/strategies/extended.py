@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.core.devices import made_current
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
@@ -229,7 +230,8 @@ class StrategyExtended:
         """What a function returns for each replica, in update context; ``first``: each one's first arguments."""
         results = []
         for replica, own in enumerate(first):
-            with entered(Frame(self.strategy, component=replica)):
+            device = self.strategy.parameter_store.parameter_device or self.worker.torch_device(replica)
+            with entered(Frame(self.strategy, component=replica)), made_current(device):
                 results.append(fn(*own, *select_replica(replica, tuple(args)), **select_replica(replica, kwargs)))
         return results
 
@@ -238,9 +240,7 @@ class StrategyExtended:
         if isinstance(value, DistributedValues):
             return value
         record = find_record(value)
-        if record is None or record.tensor is None:
-            return value
-        return record.tensor
+        return value if record is None or record.tensor is None else record.tensor
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Whether variable ``v`` was created while this strategy was in force.

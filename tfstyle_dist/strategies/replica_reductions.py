@@ -9,7 +9,7 @@ import torch
 
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.cross_device_ops.collective import gather_over_workers
+from tfstyle_dist.cross_device_ops.collective import gather_over_workers, true_device
 from tfstyle_dist.strategies.leaves import check_axis
 from tfstyle_dist.strategies.reductions import over_replicas, reduce_columns
 from tfstyle_dist.values import IndexedSlices, may_be_nan, without_nothing
@@ -44,7 +44,7 @@ class _AllReduce(torch.autograd.Function):
     def forward(
         ctx: Any, context: ReplicaContext, op: ReduceOp, what: str, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.context, ctx.op, ctx.counted = context, op, None
+        ctx.context, ctx.op, ctx.counted, ctx.devices = context, op, None, [true_device(t) for t in tensors]
         share = context.share if what == _VALUE else None
         if share is None or not share.some_empty or not may_be_nan(tensors):
             return tuple(_meet_and_reduce(context, op, tensors, what))
@@ -60,11 +60,12 @@ class _AllReduce(torch.autograd.Function):
         # By the function itself, which create_graph=True differentiates once more.
         if ctx.counted is None:
             sums = _AllReduce.apply(ctx.context, ctx.op, "gradient of all_reduce", *grads)  # type: ignore[no-untyped-call]
-            return (None, None, None, *sums)
+            return (None, None, None, *(s.to(device) for s, device in zip(sums, ctx.devices, strict=True)))
         if ctx.op is ReduceOp.MEAN:
             grads = tuple(grad / count for grad, count in zip(grads, ctx.counts, strict=True))
         sums = _AllReduce.apply(ctx.context, ReduceOp.SUM, "gradient of all_reduce", *grads)  # type: ignore[no-untyped-call]
-        kept = [torch.where(counted > 0, s, 0) for s, counted in zip(sums, ctx.counted, strict=True)]
+        own = [s.to(device) for s, device in zip(sums, ctx.devices, strict=True)]
+        kept = [torch.where(counted > 0, s, 0) for s, counted in zip(own, ctx.counted, strict=True)]
         return (None, None, None, *kept)
 
 
@@ -103,11 +104,11 @@ class _AllGather(torch.autograd.Function):
             return [(total.to(worker.torch_device(r), copy=r > 0), before) for r in range(len(payloads))]
 
         result, sizes = context.barrier("all_gather", tensor.detach(), gather, anywhere=True)
-        ctx.context, ctx.axis, ctx.strategy = context, axis, strategy
+        ctx.context, ctx.axis, ctx.strategy, ctx.device = context, axis, strategy, true_device(tensor)
         ctx.start, ctx.size = int(sizes[: context.replica_id].sum()), tensor.shape[axis]
         return result  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (total,) = _AllReduce.apply(ctx.context, ReduceOp.SUM, "gradient of all_gather", grad)  # type: ignore[no-untyped-call]
-        return None, None, total.narrow(ctx.axis, ctx.start, ctx.size).contiguous()
+        return None, None, total.narrow(ctx.axis, ctx.start, ctx.size).to(ctx.device).contiguous()

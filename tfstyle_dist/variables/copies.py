@@ -93,6 +93,7 @@ class Copier:
         copy: makes the replica's tensor of one of replica 0's.
         known: what the replica already has, by the ``id`` of what replica 0 has.
         same: as ``known``; none of it is copied.
+        place: says which device the replica has in the place of one.
     """
 
     def __init__(
@@ -101,8 +102,9 @@ class Copier:
         copy: Callable[[torch.Tensor], torch.Tensor],
         known: dict[int, tuple[Any, Any]] | None = None,
         same: Mapping[int, tuple[Any, Any]] = types.MappingProxyType({}),
+        place: Callable[[torch.device], torch.device] = lambda device: device,
     ) -> None:
-        self._take, self._copy = take, copy
+        self._take, self._copy, self._place = take, copy, place
         self._known, self._same = {} if known is None else known, same
 
     def __call__(self, value: Any) -> Any:
@@ -113,7 +115,7 @@ class Copier:
                 self._take(meant)
             elif kind in NAMING:
                 self._take(value)
-            return value
+            return self._place(value) if kind is torch.device else value
         known = self._same.get(id(value)) or self._known.get(id(value))
         if known is not None:
             return known[1]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import sparse_parts, torch_internals
+from tfstyle_dist.core.devices import is_accelerator
 from tfstyle_dist.variables.copies import MOST_ENTRIES, NAMING, PLAIN_TENSORS, Copier
 from tfstyle_dist.variables.counterparts import Counterparts
 from tfstyle_dist.variables.discovery import Discovery
@@ -68,7 +69,13 @@ class Spreader:
         def copy(value: torch.Tensor) -> torch.Tensor:
             return self._twins.copy(replica, value, self._device(replica, value.device))
 
-        return Copier(partial(self._take_found, part=parts), copy, self._known[replica], self._same)
+        place = partial(self._place, replica)
+        return Copier(partial(self._take_found, part=parts), copy, self._known[replica], self._same, place)
+
+    def _place(self, replica: int, device: torch.device) -> torch.device:
+        """What a replica has in the place of a device that an object names, such as that of its tensors."""
+        # Without an index it is the current one, and that is the replica's own in each turn.
+        return self._device(replica, device) if is_accelerator(device.type) and device.index is not None else device
 
     def take_parts(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes what an optimizer that all replicas have in common has, names in its methods, or calls as hooks."""

@@ -20,7 +20,7 @@ def average_over_devices(gradients: Sequence[Sequence[torch.Tensor]], method: in
 
     Args:
         gradients: for each replica its gradients, dense, in the same order, of equal shapes and dtypes; each replica's
-            on its own device.
+            on its own device, or those of parameters that are kept on the CPU there.
         method: an ``AggregationMethod``.
         bytes_per_pack: about how many bytes travel at once; 0 chooses.
     """
@@ -41,13 +41,14 @@ def average_over_devices(gradients: Sequence[Sequence[torch.Tensor]], method: in
 
 
 def _buckets(gradients: Sequence[torch.Tensor], limit: int) -> Iterator[list[int]]:
-    """Which gradients travel together: neighbours of one dtype, up to a limit of bytes."""
+    """Which gradients travel together: neighbours of one dtype and device, up to a limit of bytes."""
     positions: list[int] = []
     filled = 0
     for position, gradient in enumerate(gradients):
         if gradient.numel() == 0:
             continue
-        if positions and (filled >= limit or gradient.dtype != gradients[positions[0]].dtype):
+        first = gradients[positions[0]] if positions else gradient
+        if positions and (filled >= limit or (gradient.dtype, gradient.device) != (first.dtype, first.device)):
             yield positions
             positions, filled = [], 0
         positions.append(position)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfstyle_dist.core.devices import made_current
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_parts
 from tfstyle_dist.integrations.accelerate.auxiliary_losses import AuxiliaryLosses
@@ -135,7 +136,8 @@ class LocalReplicas(Wrapped):
                 # The Trainer says by how many tokens the model divides its sum. By its part of them, so that the
                 # mean of the shares' losses is the loss of the whole batch.
                 named["num_items_in_batch"] = named["num_items_in_batch"] * weights[place]
-            outputs.append(torch.func.functional_call(self.module, own, mine, named))
+            with made_current(device):
+                outputs.append(torch.func.functional_call(self.module, own, mine, named))
             losses.take()
         if len(outputs) == 1:
             return outputs[0]
