@@ -1,4 +1,4 @@
-"""What the launcher shows where its output takes no such letters, nobody reads it, it has no room, or the terminal ends."""
+"""What the launcher shows where its output takes no such letters, has no reader or no room, or the terminal ends."""
 
 from __future__ import annotations
 
