@@ -65,8 +65,8 @@ def _name_of(tensor: torch.Tensor) -> str:
     return (_META if tensor.is_meta else "") + str(tensor.dtype).removeprefix("torch.")
 
 
-def room_for(prefix: bytes | bytearray, stranger: bool) -> tuple[bytearray, bytearray]:
-    """Memory for the header and the body.
+def lengths(prefix: bytes | bytearray, stranger: bool = False) -> tuple[int, int]:
+    """Of the header and the body.
 
     Args:
         prefix: what came first.
@@ -78,6 +78,12 @@ def room_for(prefix: bytes | bytearray, stranger: bool) -> tuple[bytearray, byte
     magic, header, body = PREFIX.unpack(prefix)
     if magic != MAGIC or header > (_MOST_OF_STRANGER if stranger else MOST_HEADER) or (stranger and body):
         raise DataLossError("What came is no message of an elastic job: something else talks to this port.")
+    return header, body
+
+
+def room_for(prefix: bytes | bytearray, stranger: bool) -> tuple[bytearray, bytearray]:
+    """Memory for the header and the body, as ``lengths`` says; raises DataLossError where there is none, too."""
+    header, body = lengths(prefix, stranger)
     try:
         return bytearray(header), bytearray(body)
     except (MemoryError, OverflowError) as error:
