@@ -337,6 +337,21 @@ def test_a_damaged_list(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_text("model_checkpoint_pa")
     with pytest.raises(DataLossError, match=r"checkpoint is damaged.*These checkpoints are there: .*ckpt-1"):
         latest_checkpoint(tmp_path)
+    with pytest.raises(DataLossError, match=r"These checkpoints are there: .*ckpt-1.*restore one of them by its path"):
+        CheckpointManager(Checkpoint(step=1), tmp_path, None)
+
+
+def test_checkpoints_without_a_list_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of a job that ended before it wrote the list, or of a folder that was copied without it."""
+    path = CheckpointManager(Checkpoint(step=1), tmp_path, None).save()
+    Checkpoint(step=1).write(tmp_path / "by-hand")
+    CheckpointManager(Checkpoint(step=1), tmp_path, None)
+    assert not caplog.text
+    (tmp_path / "checkpoint").unlink()
+    CheckpointManager(Checkpoint(step=1), tmp_path, None, checkpoint_name="by")
+    assert not caplog.text
+    assert CheckpointManager(Checkpoint(step=1), tmp_path, None).restore_or_initialize() is None
+    assert f"saves over those of the same numbers. These are there: [{path!r}]. Restore one" in caplog.text
 
 
 def test_all_checkpoints_damaged(tmp_path: Path) -> None:

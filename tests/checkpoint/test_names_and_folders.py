@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import threading
 import time
@@ -18,6 +19,7 @@ from tfstyle_dist.core.errors import NotFoundError
 from tfstyle_dist.train import (
     Checkpoint,
     CheckpointManager,
+    checkpoints_iterator,
     get_checkpoint_state,
     latest_checkpoint,
     load_checkpoint,
@@ -258,3 +260,35 @@ def test_what_tensorflow_s_programs_ask_of_a_restore(tmp_path: Path) -> None:
         with pytest.raises(AssertionError, match=r"path is None.*latest_checkpoint"):
             getattr(checkpoint.restore(None), name)()
     checkpoint.restore(None).expect_partial()
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_nothing_is_left_of_a_checkpoint_whose_index_does_not_fit(tmp_path: Path, block: bool) -> None:
+    kept = checkpoint()
+    path = kept.write(tmp_path / "kept")
+    long = Checkpoint(model=torch.nn.Linear(3, 2), text="x" * 50_000)
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, most))
+    try:
+        with pytest.raises(OSError, match="File too large"):  # noqa: PT012
+            long.write(tmp_path / "long", block=block)
+            long.sync()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert sorted(os.listdir(tmp_path)) == sorted(["kept.index", data_of(path).name])
+
+
+def test_a_url_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be one on this machine, and the checkpoints be gone with it."""
+    monkeypatch.chdir(tmp_path)
+    for use in (
+        lambda: CheckpointManager(checkpoint(), "gs://bucket/job", 3),
+        lambda: checkpoint().save("s3://bucket/job/ckpt"),
+        lambda: checkpoint().restore("file:///data/ckpt-1"),
+        lambda: latest_checkpoint("hdfs://job"),
+        lambda: load_checkpoint("gs://bucket/job"),
+        lambda: next(checkpoints_iterator("gs://bucket/job", timeout=0)),
+    ):
+        with pytest.raises(ValueError, match="is a URL, and checkpoints are written to folders"):
+            use()
+    assert not os.listdir(tmp_path)

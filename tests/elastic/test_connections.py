@@ -1,7 +1,9 @@
-"""Connections that forked children do not keep open, and addresses that are looked up beside the work."""
+"""Connections that forked children do not keep open, addresses that are looked up beside the work, and strangers."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
 import threading
@@ -10,7 +12,12 @@ from typing import Any
 
 import pytest
 
+from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.elastic import forks, lookup
+from tfstyle_dist.elastic.doorbell import Doorbell
+from tfstyle_dist.elastic.links import Links
+from tfstyle_dist.elastic.options import Elastic
+from tfstyle_dist.elastic.packets import MAGIC, PREFIX
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -68,3 +75,64 @@ def test_a_slow_name_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -
     assert found is not None
     assert found[4] == ("127.0.0.1", 80)
     assert lookup.Lookup(("127.0.0.1", 80)).found() is not None
+
+
+def written(header: Any, body: int = 0) -> bytes:
+    text = json.dumps(header).encode()
+    return PREFIX.pack(MAGIC, len(text), body) + text
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[Links, tuple[str, int], threading.Event]]:
+    """The connections of worker 0, its address, and whether worker 1 has come."""
+    came = threading.Event()
+    addresses = [("127.0.0.1", port) for port in free_ports(2, "127.0.0.1")]
+
+    def nothing(*_: Any) -> None:
+        """Nobody sends or goes."""
+
+    made = Links(0, addresses, "job", Elastic(1), Doorbell(0), lambda _: came.set(), nothing, nothing)
+    made.start()
+    yield made, addresses[0], came
+    made.close()
+
+
+HELLO = written([{"is": "hello", "job": "job", "rank": 1, "life": "a"}, []])
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.0\r\n\r\n",
+        written([[], []]),
+        written([5, []]),
+        written([{"is": "x"}, [[5, [1]]]]),
+        written([{"is": "x"}, []], body=1 << 62),
+        written([{"is": "x"}, []], body=(1 << 64) - 1),
+        written([{"is": "x" * 100_000}, []]),
+    ],
+)
+def test_a_stranger_is_sent_away_and_the_others_are_let_in(
+    links: tuple[Links, tuple[str, int], threading.Event], sent: bytes
+) -> None:
+    _, address, came = links
+    with socket.create_connection(address, 30) as stranger, socket.create_connection(address, 30) as worker:
+        stranger.sendall(sent)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+        worker.sendall(HELLO)
+        assert came.wait(30)
+
+
+def test_strangers_that_say_nothing_do_not_take_all_files(
+    links: tuple[Links, tuple[str, int], threading.Event],
+) -> None:
+    made, address, came = links
+    strangers = [socket.create_connection(address, 30) for _ in range(200)]
+    assert strangers[0].recv(1) == b""
+    with socket.create_connection(address, 30) as worker:
+        worker.sendall(HELLO)
+        assert came.wait(30)
+    assert len(made.sockets()) < 150
+    for stranger in strangers:
+        stranger.close()

@@ -12,6 +12,7 @@ from inputs import DEEP, altered, bounded, json_texts, nearly, values
 
 from tfstyle_dist.coordinator import messages
 from tfstyle_dist.core.errors import CancelledError, DataLossError, InvalidArgumentError, NotFoundError
+from tfstyle_dist.elastic.packets import PREFIX, Packet, decode, encode, room_for
 from tfstyle_dist.parameter_server.protocol import byte_streams, pickling
 from tfstyle_dist.parameter_server.protocol.header import (
     FLAG_INLINE,
@@ -219,3 +220,27 @@ def test_results(sizes: list[int], frames: list[bytes]) -> None:
         messages.value_of(byte_streams.join(unpack_numbers(meta), frames))
     except (ProtocolError, DataLossError):
         return
+
+
+@given(
+    json_texts(altered([{"is": "hello", "rank": 1}, [["float32", [2], [1]], ["meta int64", [3]]]])),
+    st.binary(max_size=16),
+)
+@bounded(150)
+def test_messages_of_elastic_jobs(header: str, body: bytes) -> None:
+    try:
+        packet = decode(header.encode(errors="surrogatepass"), bytearray(body))
+    except DataLossError:
+        return
+    assert isinstance(packet.header, dict)
+
+
+@given(nearly(bytes(encode(Packet({"is": "hello"}))[0])[: PREFIX.size]))
+@bounded(80)
+def test_lengths_of_messages_of_strangers(prefix: bytes) -> None:
+    try:
+        header, body = room_for(prefix[: PREFIX.size].ljust(PREFIX.size, b"\0"), stranger=True)
+    except DataLossError:
+        return
+    assert len(header) <= 1 << 14
+    assert not body

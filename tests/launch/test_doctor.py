@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tfstyle_dist.core import network
+from tfstyle_dist.core import env, network
 from tfstyle_dist.doctor import __main__ as doctor, cluster
 from tfstyle_dist.doctor.__main__ import examine, main
 from tfstyle_dist.doctor.finding import Finding, Level
@@ -72,6 +73,9 @@ def test_every_wrong_setting_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_p
         "TFSTYLE_SHARED_MEMORY": "no",
         "TFSTYLE_PS_INSECURE": "yes",
         "TFSTYLE_DEBUG": "all",
+        "TFSTYLE_TIMEOUT": "30",
+        "TFSTYLE_HOSTNAME": "a",
+        "tfstyle_ps_keys": "k",
     }
     for name, value in {**refused, **odd}.items():
         monkeypatch.setenv(name, value)
@@ -82,6 +86,11 @@ def test_every_wrong_setting_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_p
     for level, variables in ((Level.PROBLEM, refused), (Level.WARNING, odd)):
         assert len(found[level]) == len(variables), found
         assert all(any(text.startswith(name) for text in found[level]) for name in variables), found
+
+
+def test_the_table_of_settings_has_all() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(TFSTYLE_[A-Z_]+)` \|", readme, re.MULTILINE)) == set(env.SETTINGS)
 
 
 def test_a_task_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
-"""What the launcher shows where its output takes no such letters, or where nobody reads it any more."""
+"""What the launcher shows where its output takes no such letters, has no reader or no room, or the terminal ends."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,34 @@ time.sleep(600)
     started.process.send_signal(signal.SIGTERM)
     assert started.process.wait(30) == 128 + signal.SIGTERM
     assert saved.exists()
+
+
+def test_tasks_keep_their_grace_where_the_output_does_not_fit_on_the_disk(tmp_path: Path) -> None:
+    program, saved = tmp_path / "program.py", tmp_path / "saved"
+    program.write_text(f"""
+import pathlib, signal, sys, time
+def save(*_):
+    pathlib.Path({str(saved)!r}).touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(600)
+""")
+    command = [sys.executable, "-m", "tfstyle_dist.launch", "--workers", "1", str(program)]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    said = "[launch] the output cannot be written ([Errno 28] No space left on device): stopping all tasks\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    assert saved.exists()
+
+
+def test_the_end_of_the_terminal_is_none_of_a_job_under_nohup(launch: Any) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        started = launch("print('ready', flush=True); time.sleep(1); print('done')", "--workers", "1")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    started.wait_for(1)
+    started.process.send_signal(signal.SIGHUP)
+    code, out, err = started.end()
+    assert (code, out, err) == (0, "[worker 0] done\n", "")

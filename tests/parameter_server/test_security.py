@@ -30,6 +30,7 @@ def test_a_key_file_is_private_and_is_not_overwritten(key_file: Path) -> None:
     before = key_file.read_text()
     assert keys.main([str(key_file)]) == 1
     assert key_file.read_text() == before
+    assert keys.main([str(key_file.parent / "absent" / "cluster.key")]) == 1
     key_file.chmod(0o644)
     with pytest.raises(PermissionError, match="chmod 600"):
         Keys.load(key_file)

@@ -28,8 +28,18 @@ FORMAT = "tfstyle_dist checkpoint"
 VERSION = 1
 _LEFT_SECONDS = 3600
 INDEX, DATA, UNFINISHED = ".index", ".data-", ".tmp"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _SEPARATORS = re.escape(f"{os.sep}{os.altsep or ''}")
 _FOLDER = re.compile(rf"[^{_SEPARATORS}\0]*{re.escape(DATA)}[0-9a-f]+")
+
+
+def check_local(path: str) -> None:
+    """Raises ValueError for a URL, which would be a folder of that name on this machine."""
+    if _URL.match(path):
+        raise ValueError(
+            f"{path!r} is a URL, and checkpoints are written to folders. Mount what it names, as a file system that "
+            "can rename folders, and give the path of the mounted folder, the same on all workers."
+        )
 
 
 def sync_folder(directory: Path) -> None:
@@ -102,7 +112,9 @@ def read_index(path: str) -> dict[str, Any]:
     Raises:
         NotFoundError: there is no such checkpoint; the message lists what is there.
         DataLossError: the file is damaged, or was not written by this package.
+        ValueError: the path is a URL.
     """
+    check_local(path)
     file = index_file(path)
     try:
         text = file.read_bytes().decode("utf-8")
@@ -201,8 +213,13 @@ def publish(folder: Path, path: str, content: Mapping[str, Any]) -> None:
     sync_folder(folder)
     final = folder.with_name(folder.name.removesuffix(UNFINISHED))
     folder.rename(final)
-    sync_folder(final.parent)
-    write_index(path, {"data": final.name, **content})
+    try:
+        sync_folder(final.parent)
+        write_index(path, {"data": final.name, **content})
+    except OSError:
+        if not _in_use(Path(path), final.name):
+            shutil.rmtree(final, ignore_errors=True)
+        raise
     if before is not None:
         shutil.rmtree(final.with_name(before), ignore_errors=True)
 

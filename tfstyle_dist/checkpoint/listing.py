@@ -68,7 +68,8 @@ def get_checkpoint_state(
         latest_filename: another name of the file.
 
     Raises:
-        DataLossError: the file is damaged.
+        DataLossError: the file is damaged; the message names the checkpoints there are.
+        ValueError: the folder is a URL.
 
     Source: ``tf.train.get_checkpoint_state``.
 
@@ -76,6 +77,7 @@ def get_checkpoint_state(
         >>> get_checkpoint_state("job1").model_checkpoint_path
         'job1/ckpt-1'
     """
+    files.check_local(os.fspath(checkpoint_dir))
     file = Path(checkpoint_dir, latest_filename or STATE_FILE)
     try:
         written = file.read_bytes()
@@ -99,7 +101,10 @@ def get_checkpoint_state(
             )
         return CheckpointState(latest[0], paths, stamps, preserved[0] if preserved else None)
     except ValueError as error:
-        raise DataLossError(f"The file {file} is damaged: {error}.") from error
+        raise DataLossError(
+            f"The file {file} is damaged: {error}. These checkpoints are there: "
+            f"{checkpoints_in(os.fspath(checkpoint_dir))}. Delete the file, and restore one of them by its path."
+        ) from error
 
 
 def _inside(directory: str | os.PathLike[str], path: Any) -> str:
@@ -134,10 +139,7 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: s
     Source: ``tf.train.latest_checkpoint``.
     """
     directory = os.fspath(checkpoint_dir)
-    try:
-        state = get_checkpoint_state(directory, latest_filename)
-    except DataLossError as error:
-        raise DataLossError(f"{error} These checkpoints are there: {checkpoints_in(directory)}.") from error
+    state = get_checkpoint_state(directory, latest_filename)
     if state is None:
         return None
     if not files.index_file(state.model_checkpoint_path).exists():
@@ -149,6 +151,19 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: s
         )
         return None
     return state.model_checkpoint_path
+
+
+def warn_of_unlisted(prefix: str) -> None:
+    """Says that there are checkpoints ``<prefix>-<number>`` though their folder has no list of them."""
+    directory, numbered = os.path.dirname(prefix), re.compile(rf"{re.escape(os.path.basename(prefix))}-\d+")
+    found = [path for path in checkpoints_in(directory or ".") if numbered.fullmatch(os.path.basename(path))]
+    if found:
+        get_logger().warning(
+            "%s does not exist, which lists the checkpoints of the folder, so their manager knows none of them, and "
+            "saves over those of the same numbers. These are there: %s. Restore one by its path to go on from it.",
+            Path(directory, STATE_FILE),
+            found,
+        )
 
 
 def checkpoints_in(directory: str) -> list[str]:

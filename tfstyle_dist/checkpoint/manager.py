@@ -11,7 +11,7 @@ from typing import Any
 
 from tfstyle_dist.checkpoint import files
 from tfstyle_dist.checkpoint.checkpoint import Checkpoint
-from tfstyle_dist.checkpoint.listing import CheckpointState, get_checkpoint_state, write_state
+from tfstyle_dist.checkpoint.listing import CheckpointState, get_checkpoint_state, warn_of_unlisted, write_state
 from tfstyle_dist.checkpoint.options import CheckpointOptions, is_async
 from tfstyle_dist.checkpoint.planned import Planned
 from tfstyle_dist.comm.group import WorkerGroup
@@ -37,7 +37,8 @@ class CheckpointManager:
         last_checkpoint_step: the step from which ``checkpoint_interval`` counts; default: the first ``save`` saves.
 
     Raises:
-        ValueError: ``max_to_keep`` below 1, an interval without a counter, or a counter that cannot be asked again.
+        ValueError: ``max_to_keep`` below 1, an interval without a counter, a counter that cannot be asked again, a URL.
+        DataLossError: the list of the folder's checkpoints is damaged.
 
     Example:
         >>> manager = CheckpointManager(Checkpoint(model=model), "training", max_to_keep=3)
@@ -89,6 +90,7 @@ class CheckpointManager:
         """
         state = get_checkpoint_state(self._directory)
         if state is None:
+            warn_of_unlisted(self._prefix)
             return
         now, preserved = time.time(), state.last_preserved_timestamp
         if preserved is not None and now < preserved:
@@ -252,10 +254,7 @@ class CheckpointManager:
 
     def _delete(self, path: str, directory: str) -> None:
         if not Path(path).resolve().is_relative_to(Path(directory).resolve()):
-            get_logger().warning(
-                "The old checkpoint %s is not in the folder of its manager, %s, and is not deleted", path,
-                directory,
-            )  # fmt: skip
+            get_logger().warning("%s is not in the folder of its manager, %s, and is not deleted", path, directory)
             return
         try:
             files.remove_checkpoint(path)

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tfstyle_dist.checkpoint.files import check_local
+
 Then = Callable[[str, float], None]
 """Called with the path of a checkpoint and the time of its save."""
 
@@ -35,4 +37,5 @@ class Planned:
     place: str = field(init=False)
 
     def __post_init__(self) -> None:
+        check_local(self.path)
         object.__setattr__(self, "place", os.path.abspath(self.path))

@@ -6,6 +6,7 @@ for the tasks that it starts. No other module but those of ``testing`` reads any
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 import os
@@ -16,6 +17,14 @@ from datetime import timedelta
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 _MOST_SECONDS = 10 * 365 * 86_400.0
+SETTINGS = tuple(
+    f"TFSTYLE_{name}"
+    for name in (
+        "TIMEOUT_SECONDS", "START_TIMEOUT_SECONDS", "DEBUG", "SHARED_MEMORY", "MONITOR", "HOST", "PS_KEYS",
+        "PS_INSECURE", "PS_TCP", "PS_PATIENCE_SECONDS", "LOG_LEVEL", "RENDEZVOUS_FILE",
+    )
+)  # fmt: skip
+"""All that a user may set; the table in README.md explains them."""
 
 
 def gloo_interface() -> str | None:
@@ -192,4 +201,15 @@ def without_effect() -> list[str]:
             found.append(f"{name}={value!r} is neither 0 nor 1 and has no effect")
     if other := set(os.environ.get("TFSTYLE_DEBUG", "").split(",")) - {"collectives", ""}:
         found.append(f"TFSTYLE_DEBUG has {sorted(other)}, and only 'collectives' has an effect")
+    for name in sorted(set(os.environ) - set(SETTINGS)):
+        if near := _meant(name.upper()):
+            found.append(f"{name} has no effect; the name of the setting is {near[0]}")
     return found
+
+
+def _meant(name: str) -> list[str]:
+    """The setting that a name looks like."""
+    if not name.startswith("TFSTYLE_"):
+        return []
+    begun = [setting for setting in SETTINGS if setting.startswith(name)]
+    return begun or difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.8)

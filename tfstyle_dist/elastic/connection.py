@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfstyle_dist.elastic.doorbell import Bell
-from tfstyle_dist.elastic.packets import PREFIX, Packet, decode, encode, lengths
+from tfstyle_dist.elastic.packets import PREFIX, Packet, decode, encode, room_for
 from tfstyle_dist.elastic.shared_lines import SharedLines
 
 _WAITED_FOR = ("data", "vote")
@@ -194,8 +194,7 @@ class Connection:
         """A part is complete: the prefix, the header, or the body."""
         self._have = 0
         if self._target is self._prefix:
-            header, body = lengths(self._prefix)
-            self._header, self._body = bytearray(header), bytearray(body)
+            self._header, self._body = room_for(self._prefix, stranger=self.lines is None and not self.peer)
             self._target = self._header
         elif self._target is self._header and self._body:
             self._target = self._body

@@ -159,21 +159,21 @@ class Links:
             for rank in self.known():
                 self._on_down(rank, False, False)
         finally:
-            for key in list(self._selector.get_map().values()):
+            for each in self.sockets():
                 with contextlib.suppress(OSError):
-                    key.fileobj.close()  # type: ignore[union-attr]
+                    each.close()
             self._selector.close()
-            self._ring.close()
             self._doorbell.close()
 
     def _handle(self, thing: Any, connection: Connection | None, events: int) -> None:
-        if thing is self._listener:
-            with contextlib.suppress(OSError):
-                accepted, _ = self._listener.accept()
-                self._selector.register(accepted, selectors.EVENT_READ, Connection(accepted, None))
-        if thing is self._bell:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if thing is self._bell:
                 self._bell.recv(4096)
+            if thing is self._listener:
+                stranger = Connection(self._listener.accept()[0], None)
+                self._selector.register(stranger.socket, selectors.EVENT_READ, stranger)
+                if (late := self._open.admit(stranger)) is not None:
+                    self._forget(late)
         if connection is None or connection.closed:
             return
         try:

@@ -15,6 +15,7 @@ from tfstyle_dist.elastic.packets import Packet
 
 CHUNK = 1 << 20
 """Most bytes that are taken at once."""
+_MOST_STRANGERS = 128
 
 
 class OpenConnections:
@@ -32,6 +33,7 @@ class OpenConnections:
         self._lock = threading.Lock()
         self._reading = threading.RLock()  # of shared memory; taken before the locks of what is called
         self._by_rank: dict[int, Connection] = {}
+        self._strangers: list[Connection] = []
 
     def get(self, rank: int | None) -> Connection | None:
         """That to a worker; ``None`` if there is none."""
@@ -47,6 +49,12 @@ class OpenConnections:
         """The workers there is a connection to."""
         with self._lock:
             return sorted(self._by_rank)
+
+    def admit(self, stranger: Connection) -> Connection | None:
+        """One has dialled; returns the one that has had the longest time to say who it is, if there are too many."""
+        waiting = [connection for connection in self._strangers if connection.rank is None and not connection.closed]
+        self._strangers = [*waiting, stranger][-_MOST_STRANGERS:]
+        return waiting[0] if len(waiting) == _MOST_STRANGERS else None
 
     def add(self, rank: int, connection: Connection) -> None:
         """There is one now."""

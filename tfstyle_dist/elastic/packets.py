@@ -21,6 +21,7 @@ from tfstyle_dist.elastic.messages import Decision, Epoch, Freeze, Message, Met,
 PREFIX = struct.Struct("<4sIQ")
 MAGIC = b"tfE1"
 MOST_HEADER = 64 * 1024 * 1024
+_MOST_OF_STRANGER = 1 << 14
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in element_types.COMMON}
 _META = "meta "  # before the type of a tensor that has no values, as functional modules have
 
@@ -64,16 +65,29 @@ def _name_of(tensor: torch.Tensor) -> str:
     return (_META if tensor.is_meta else "") + str(tensor.dtype).removeprefix("torch.")
 
 
-def lengths(prefix: bytes | bytearray) -> tuple[int, int]:
+def lengths(prefix: bytes | bytearray, stranger: bool = False) -> tuple[int, int]:
     """Of the header and the body.
 
+    Args:
+        prefix: what came first.
+        stranger: whether who sends it is still to say who it is, for which it needs little, and no tensors.
+
     Raises:
-        DataLossError: this is no packet.
+        DataLossError: this is no packet, or too long.
     """
     magic, header, body = PREFIX.unpack(prefix)
-    if magic != MAGIC or header > MOST_HEADER:
+    if magic != MAGIC or header > (_MOST_OF_STRANGER if stranger else MOST_HEADER) or (stranger and body):
         raise DataLossError("What came is no message of an elastic job: something else talks to this port.")
     return header, body
+
+
+def room_for(prefix: bytes | bytearray, stranger: bool) -> tuple[bytearray, bytearray]:
+    """Memory for the header and the body, as ``lengths`` says; raises DataLossError where there is none, too."""
+    header, body = lengths(prefix, stranger)
+    try:
+        return bytearray(header), bytearray(body)
+    except (MemoryError, OverflowError) as error:
+        raise DataLossError(f"There is no memory for a message of {header} and {body} bytes.") from error
 
 
 def decode(header: bytes | bytearray, body: bytearray) -> Packet:
@@ -84,6 +98,8 @@ def decode(header: bytes | bytearray, body: bytearray) -> Packet:
     """
     try:
         values, what = json.loads(bytes(header))
+        if not isinstance(values, dict):
+            raise DataLossError("A message of an elastic job has no header.")
         tensors, offset = [], 0
         for name, shape, *strides in what:
             dtype, count = _DTYPES[name.removeprefix(_META)], math.prod(shape)
@@ -97,7 +113,7 @@ def decode(header: bytes | bytearray, body: bytearray) -> Packet:
                 raise DataLossError("A message of an elastic job ended too early.")
             offset += size
             tensors.append(_laid_out(_tensor(part, dtype, count).view(shape), *strides))
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise DataLossError(f"A message of an elastic job cannot be read: {error}.") from error
     return Packet(values, tensors)
 

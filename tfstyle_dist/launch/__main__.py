@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or the exit code of the first task that failed; 128 plus the number of a signal, SIGPIPE where nobody reads
-        the output any more.
+        the output any more; 1 where it cannot be written.
     """
     options = parse(arguments)
     command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]

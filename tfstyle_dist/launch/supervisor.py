@@ -39,16 +39,19 @@ class Supervisor:
         self._tasks, self._grace, self._evaluator_grace = list(tasks), grace, evaluator_grace
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
-        self._unread = False  # nobody reads the output any more
+        self._unwritten: OSError | None = None  # why the output does not come out any more
 
     def run(self) -> int:
         """Runs all tasks.
 
         Returns:
             0 (of an elastic job: if one of the workers came to the end), or the exit code of the first task that
-            failed, or 128 plus the signal that ended the launcher, SIGPIPE where nobody reads its output any more.
+            failed, or 128 plus the signal that ended the launcher, SIGPIPE where nobody reads its output any more;
+            1 where its output cannot be written.
         """
-        previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        # ``nohup`` says that the end of the terminal is none of the job.
+        numbers = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        previous = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             for task in self._tasks:
                 self._start(task)
@@ -92,7 +95,7 @@ class Supervisor:
         training_over: float | None = None
         while True:
             self._forward(_LOOK_SECONDS)
-            if self._signals or self._unread:
+            if self._signals or self._unwritten is not None:
                 return self._interrupted()
             codes = {task: task.code() for task in self._tasks}
             if any(codes.values()) and not self._goes_on(codes):
@@ -150,14 +153,18 @@ class Supervisor:
         return code
 
     def _interrupted(self) -> int:
-        unread = not self._signals
-        number = signal.SIGPIPE if unread else self._signals[0]
-        why = "nobody reads the output any more (it went into a pipe)" if unread else signal_name(number)
+        number = self._signals[0] if self._signals else signal.SIGTERM
+        if self._signals:
+            why, code = signal_name(number), 128 + number
+        elif isinstance(self._unwritten, BrokenPipeError):
+            why, code = "nobody reads the output any more (it went into a pipe)", 128 + signal.SIGPIPE
+        else:
+            why, code = f"the output cannot be written ({self._unwritten})", 1
         self._say(f"{why}: stopping all tasks")
         self._signals.clear()
         running = [task for task in self._tasks if task.code() is None]
-        self._stop(running, signal.SIGTERM if unread else signal.Signals(number))
-        return 128 + number
+        self._stop(running, signal.Signals(number))
+        return code
 
     def _stop(self, tasks: Sequence[Task], number: signal.Signals) -> None:
         """Sends a signal, and kills what does not go; a second Ctrl-C kills at once."""
@@ -188,8 +195,8 @@ class Supervisor:
             stream: Any = key.fileobj
             try:
                 more = key.data.forward(stream)
-            except BrokenPipeError:
-                more = self._unread = True
+            except OSError as error:
+                more, self._unwritten = True, error
             if not more:
                 self._selector.unregister(stream)
 
@@ -198,5 +205,5 @@ class Supervisor:
 
 
 def _show_error(text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         show(text, sys.stderr)

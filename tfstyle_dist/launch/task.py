@@ -27,14 +27,15 @@ def show(text: str, stream: TextIO) -> None:
     """Prints a line; of letters that the stream has not it shows the numbers.
 
     Raises:
-        BrokenPipeError: nobody reads the stream any more, and nobody is told again: the rest of it goes nowhere.
+        OSError: nobody reads the stream any more, or its disk is full, and nobody is told again: the rest of it goes
+            nowhere.
     """
     try:
         try:
             print(text, file=stream, flush=True)
         except UnicodeEncodeError:
             print(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding), file=stream, flush=True)
-    except BrokenPipeError:
+    except OSError:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
         raise
@@ -131,7 +132,7 @@ class Task:
             Whether more may come.
 
         Raises:
-            BrokenPipeError: nobody reads what is shown.
+            OSError: what is shown cannot be written, or nobody reads it.
         """
         assert self._process is not None
         try:

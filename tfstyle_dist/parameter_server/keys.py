@@ -23,6 +23,9 @@ def main(arguments: list[str]) -> int:
     except FileExistsError:
         print(f"{arguments[0]} exists; it was left as it is", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"{arguments[0]} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     print(f"Wrote {arguments[0]}. Copy it to every task and set TFSTYLE_PS_KEYS to its path.")
     return 0
 
