@@ -174,6 +174,37 @@ def test_an_average_of_the_weights_in_slots(strategy: Any) -> None:
         torch.testing.assert_close(got, wanted)
 
 
+class Reports:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+REPORTS = Reports()
+
+
+@dataclass(slots=True)
+class Reporter:
+    progress: Progress
+
+    def report(self, value: float) -> tuple[int, int]:
+        REPORTS.count += 1
+        return REPORTS.count, advance(self.progress, value)[0]
+
+
+def test_what_the_methods_name_is_found(strategy: Any) -> None:
+    with strategy.scope():
+        trainer: Any = Trainer(Progress())
+        trainer.reporter = Reporter(trainer.progress)
+    REPORTS.count = 0
+
+    def step(number: int) -> tuple[int, int]:
+        return trainer.reporter.report(number)
+
+    for number in range(2):
+        got = results(strategy, step, number)
+    assert got == ((2, 2), (2, 2))
+
+
 def test_what_nobody_holds_any_more_is_let_go(strategy: Any) -> None:
     _, step = start(strategy, "trainer")
     with strategy.scope():
