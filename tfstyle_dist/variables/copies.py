@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.replicated import Replicated
+from tfstyle_dist.variables.stand_ins import slots_of
 
 MOST_ENTRIES = 20_000
 """Longer containers are data, not state: all replicas share them."""
@@ -106,6 +107,7 @@ class Copier:
     ) -> None:
         self._take, self._copy, self._place = take, copy, place
         self._known, self._same = {} if known is None else known, same
+        self._among_many = False
 
     def __call__(self, value: Any) -> Any:
         """The replica's value."""
@@ -122,7 +124,7 @@ class Copier:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if is_container(value):
-            return value if len(value) > MOST_ENTRIES else self._container(value)
+            return value if len(value) > MOST_ENTRIES else self._entries(value)
         if isinstance(value, tuple):
             parts = [self(v) for v in value]
             if all(a is b for a, b in zip(parts, value, strict=True)):
@@ -135,7 +137,8 @@ class Copier:
             return self._handle(value)
         if isinstance(value, random.Random) or kind.__module__ in OWN_GENERATORS:
             return self._note(value, copy.deepcopy(value))
-        self._take(value)
+        if not (self._among_many and slots_of(kind)):  # such are records in a list of data
+            self._take(value)
         return value
 
     def _note(self, value: Any, own: Any) -> Any:
@@ -148,6 +151,12 @@ class Copier:
         if type(value) not in PLAIN_TENSORS or value.requires_grad:
             return value  # of a graph that was made outside of the replicas, or of a class of its own
         own: torch.Tensor = self._note(value, self._copy(value))
+        return own
+
+    def _entries(self, value: Any) -> Any:
+        before, self._among_many = self._among_many, self._among_many or len(value) > _FEW
+        own = self._container(value)
+        self._among_many = before
         return own
 
     def _container(self, value: Any) -> Any:

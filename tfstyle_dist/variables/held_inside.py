@@ -1,4 +1,4 @@
-"""What is inside of objects that stay, and is exchanged: elements of arrays, entries of dicts and namespaces, slots.
+"""What is inside of objects that stay, and is exchanged: elements of arrays, entries of a trainer's dict, slots.
 
 A dict and a ``types.SimpleNamespace`` have no attributes that could be exchanged. All replicas begin with the same
 entries, and each goes on from there.
@@ -19,17 +19,17 @@ from tfstyle_dist.variables.copies import ATOMS, DICTS, is_container
 from tfstyle_dist.variables.generator_states import GeneratorStates
 from tfstyle_dist.variables.object_content import ObjectContent, when_gone
 from tfstyle_dist.variables.own_arrays import OwnArrays, is_common, is_own_array
-from tfstyle_dist.variables.slots import Slots
+from tfstyle_dist.variables.stand_ins import StandIn
 from tfstyle_dist.variables.state_objects import (
     FEW,
     HOLDERS,
     MOST_LOOKED_AT,
     Belongs,
     belongings,
-    has_slots,
     is_helper,
     is_optimizer,
     parts_of,
+    stand_in_for,
 )
 
 _SPACES = (dict, types.SimpleNamespace)
@@ -99,9 +99,10 @@ class Entries:
 
 
 class HeldInside:
-    """The generators, arrays, dicts, namespaces and objects with slots that are content, held as long as others do.
+    """The generators, arrays, dicts, namespaces and objects without a ``__dict__`` that are content.
 
-    Nothing can refer to dicts and namespaces weakly, nor to most objects with slots.
+    Nothing can refer to dicts and namespaces weakly, nor to most objects with slots: these are held as long as others
+    hold them.
 
     Args:
         count: of the replicas.
@@ -123,7 +124,8 @@ class HeldInside:
     ) -> None:
         self._count, self._places, self._take, self._let_go = count, places, take, let_go
         self.generators, self._arrays = GeneratorStates(), OwnArrays(let_go)
-        self._entries: dict[int, tuple[Entries | Slots, ObjectContent]] = {}  # by the ``id`` of what they stand for
+        self._entries: dict[int, tuple[Entries, ObjectContent]] = {}  # by the ``id`` of the dict or namespace
+        self._stand_ins: dict[int, StandIn] = {}  # by that of the object; exchanged as other objects are
         self.same: dict[int, tuple[Any, Any]] = {}
 
     def take(self, value: Any, part: Belongs, generators_alone: bool) -> bool:
@@ -143,11 +145,13 @@ class HeldInside:
             return False
         if is_own_array(value):
             self._arrays.add(value, self._count)
-        elif (has_fields := has_slots(value, part)) or has_entries(value, part):
-            entries = Slots(value) if has_fields else Entries(value)
-            self.same[id(value)] = entries.same
+        elif has_entries(value, part):
+            self.same[id(value)] = (entries := Entries(value)).same
             self._take(entries, max(part, belongings(entries)))
             self._entries[id(value)] = entries, self._places[id(entries)]
+        elif (stand_in := stand_in_for(value, part)) is not None:
+            self.same[id(value)], self._stand_ins[id(value)] = stand_in.same, stand_in
+            self._take(stand_in, max(part, belongings(stand_in)))
         else:
             return False
         self._places[id(value)] = True
@@ -159,8 +163,6 @@ class HeldInside:
         if self._arrays.kept:
             self._arrays.switch(before, after)
         for entries, content in self._entries.values():
-            if isinstance(entries, Slots):
-                continue  # exchanged as the attributes of any object
             box = _inside(entries.same[0])
             kind = _kind_of(box)
             content.dicts[before] = kind(kind.items(box))
@@ -188,14 +190,19 @@ class HeldInside:
         self.generators.drop_dead()
         if self._arrays.kept:
             self._arrays.drop_dead()
-        for number in [number for number, (entries, _) in self._entries.items() if _references(entries) <= _ALONE]:
-            del self._entries[number], self._places[number], self.same[number]
+        while gone := [n for n, (entries, _) in self._entries.items() if _references(entries) <= _ALONE]:
+            for number in gone:
+                del self._entries[number], self._places[number], self.same[number]
+        while gone := [n for n, held in self._stand_ins.items() if _references(held) <= _ALONE]:
+            for number in gone:
+                del self._stand_ins[number], self._places[number], self.same[number]
 
     def clear(self) -> None:
         """Nobody asks for what this holds any more."""
-        for number in [*self._entries, *(id(kept.array) for kept in self._arrays.kept)]:
+        for number in [*self._entries, *self._stand_ins, *(id(kept.array) for kept in self._arrays.kept)]:
             del self._places[number]
         self._entries.clear()
+        self._stand_ins.clear()
         self._arrays.kept = []
         self.same.clear()
 
@@ -215,11 +222,13 @@ def _kind_of(box: dict[str, Any]) -> Any:
     return OrderedDict if isinstance(box, OrderedDict) else dict
 
 
-def _references(entries: Entries | Slots) -> int:
-    """To what this stands for; a dict is the attributes too, of the replica that is shown, and perhaps its own."""
-    box = entries.same[0]
+def _references(holder: Entries | StandIn) -> int:
+    """To what one stands for; a dict is the attributes too, of the replica that is shown, and perhaps its own."""
+    box = holder.same[0]
+    if isinstance(holder, StandIn):
+        return sys.getrefcount(box)
     own = getattr(type(box), "__dictoffset__", 0) and object.__getattribute__(box, "__dict__") is box
-    return sys.getrefcount(entries.same[0]) - 2 * (box is entries.__dict__) - bool(own)
+    return sys.getrefcount(box) - 2 * (box is holder.__dict__) - bool(own)
 
 
 _ALONE = _references(Entries(types.SimpleNamespace()))

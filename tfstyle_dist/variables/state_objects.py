@@ -19,7 +19,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.common_objects import HeldInCommon
 from tfstyle_dist.variables.copies import ATOMS, NAMING, is_container
 from tfstyle_dist.variables.own_arrays import is_common
-from tfstyle_dist.variables.slots import Slots, slots_of
+from tfstyle_dist.variables.stand_ins import Slots, StandIn, WeakEntries, slots_of
 
 # Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
 _SKIPPED = (
@@ -30,7 +30,7 @@ _SKIPPED = (
     "tfstyle_dist", "threading", "tokenizers", "tqdm", "types", "typing", "unittest", "weakref",
     *torch_internals.MACHINERY,
 )  # fmt: skip
-_MAPPINGS = UserDict, UserList, ChainMap, weakref.WeakKeyDictionary
+_IN_PYTHON = UserDict, UserList, ChainMap
 """Of these packages, and yet a program's own lists and dicts."""
 _DATA = torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler
 _MOST_HELD = 4096
@@ -86,28 +86,35 @@ def is_state(thing: Any, part: Belongs = Belongs.NOTHING, arrays: bool = True) -
     return _holds_state(thing, _DEPTH, [None] * _MOST_VALUES) or (part is Belongs.BESIDE and is_helper(thing, arrays))
 
 
-def has_slots(thing: Any, part: Belongs = Belongs.NOTHING) -> bool:
-    """Whether attributes in slots are content, as those of a plain object would be.
+def stand_in_for(thing: Any, part: Belongs = Belongs.NOTHING) -> StandIn | None:
+    """What stands for an object without a ``__dict__`` that is content, where a plain object would be; else ``None``.
 
     Args:
         thing: any object.
         part: what it was found in.
     """
+    held = _stand_in(thing)
+    if held is None or part is Belongs.PART or is_optimizer(type(thing)):
+        return held
+    counts = _holds_state(held, _DEPTH, [None] * _MOST_VALUES) or (part is Belongs.BESIDE and is_helper(held.__dict__))
+    return held if counts else None
+
+
+def _stand_in(thing: Any) -> StandIn | None:
     kind = type(thing)
+    if kind is weakref.WeakKeyDictionary:
+        return WeakEntries(thing)
     if kind.__dictoffset__ or issubclass(kind, (*BOXES, torch.Tensor, type)) or not slots_of(kind):
-        return False
+        return None
     module = kind.__module__ or ""
-    if _is_skipped(module) or module.partition(".")[0] in sys.stdlib_module_names:
-        return False
-    held = Slots(thing)
-    if part is Belongs.PART or _holds_state(held, _DEPTH, [None] * _MOST_VALUES):
-        return True
-    return part is Belongs.BESIDE and is_helper(held.__dict__)
+    skipped = _is_skipped(module) or module.partition(".")[0] in sys.stdlib_module_names
+    return None if skipped else Slots(thing)
 
 
 def belongings(thing: Any) -> Belongs:
     """What the objects are that an object has."""
-    if isinstance(thing, HOLDERS) or is_optimizer(type(thing)):
+    meant = thing.same[0] if isinstance(thing, StandIn) else thing
+    if isinstance(meant, HOLDERS) or is_optimizer(type(meant)):
         return Belongs.PART
     return Belongs.BESIDE if _has_state_beside(thing) else Belongs.NOTHING
 
@@ -141,6 +148,8 @@ def is_helper(thing: Any, arrays: bool = True) -> bool:
                 return False
             if isinstance(part, BOXES) or (is_plain(part) and not _has_state_beside(part)):
                 stack.append(part)
+            elif (held := _stand_in(part)) is not None and not _has_state_beside(held):
+                stack.append(held.__dict__)
     return True
 
 
@@ -168,7 +177,7 @@ def is_plain(thing: Any) -> bool:
         return False
     if not _has_content(thing) or is_container(thing):
         return False
-    if _is_skipped(kind.__module__ or "") and kind not in _MAPPINGS:
+    if _is_skipped(kind.__module__ or "") and kind not in _IN_PYTHON:
         return False
     try:
         object.__setattr__(thing, "__dict__", thing.__dict__)
@@ -279,4 +288,5 @@ def _is_or_holds(value: Any, depth: int, left: list[None] | None, outer: tuple[i
         return any(_is_or_holds(part, depth, left, (*outer, id(value))) for part in parts)
     if left is not None and isinstance(value, Mapping):  # of its own class, as those of tensordict; in it are others
         return is_plain(value) and _holds_state(value, depth, left, (*outer, id(value)))
-    return depth > 0 and is_plain(value) and _holds_state(value, depth - 1, left, outer)
+    held = value if depth > 0 and is_plain(value) else _stand_in(value) if depth > 0 else None
+    return held is not None and _holds_state(held, depth - 1, left, outer)

@@ -60,6 +60,10 @@ def advance(progress: Progress, value: float) -> tuple[int, tuple[float, ...], f
     return progress.steps, tuple(progress.seen), float(progress.total)
 
 
+class Key:
+    pass
+
+
 def results(strategy: Any, step: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
     return tuple(strategy.experimental_local_results(strategy.run(step, args=args)))
 
@@ -174,6 +178,39 @@ def test_an_average_of_the_weights_in_slots(strategy: Any) -> None:
         torch.testing.assert_close(got, wanted)
 
 
+def test_two_slots_of_one_name(strategy: Any) -> None:
+    class Again(Progress):
+        __slots__ = ("steps",)
+
+    with strategy.scope():
+        trainer = Trainer(Again())
+    inner: Any = Progress.steps  # type: ignore[misc]
+    inner.__set__(trainer.progress, 0)
+
+    def step() -> tuple[int, int]:
+        assert trainer.model is not None
+        trainer.progress.steps += 1
+        inner.__set__(trainer.progress, inner.__get__(trainer.progress) + 2)
+        return trainer.progress.steps, inner.__get__(trainer.progress)
+
+    strategy.run(step)
+    assert results(strategy, step) == ((2, 4), (2, 4))
+
+
+def test_records_in_a_long_list_are_data(strategy: Any) -> None:
+    """Those of a replay buffer: the list is each replica's own, what is in it there once."""
+    with strategy.scope():
+        trainer: Any = Trainer(Progress())
+        trainer.buffer = [Progress(number) for number in range(100)]
+
+    def step() -> tuple[int, int]:
+        trainer.buffer.append(trainer.buffer[0])
+        trainer.buffer[5].steps += 1
+        return len(trainer.buffer), trainer.buffer[5].steps
+
+    assert results(strategy, step) == ((101, 6), (101, 7))
+
+
 class Reports:
     def __init__(self) -> None:
         self.count = 0
@@ -223,10 +260,31 @@ def test_what_nobody_holds_any_more_is_let_go(strategy: Any) -> None:
     assert memory() is None
 
 
-@pytest.mark.parametrize("beside", [threading.Lock(), np.zeros(2000)], ids=["lock", "array"])
-def test_what_belongs_to_a_lock_or_to_data_is_one_for_all(strategy: Any, beside: Any) -> None:
+def test_a_chain_that_nobody_holds_any_more_is_let_go_at_once(strategy: Any) -> None:
     with strategy.scope():
-        counter: Any = SlottedTrainer(beside, None)  # type: ignore[arg-type]
+        trainer: Any = Trainer(Progress())
+        for _ in range(20):
+            trainer.chain = SlottedTrainer(trainer.model, getattr(trainer, "chain", trainer.progress))
+
+    def step() -> None:
+        if trainer.chain is not None:
+            trainer.chain.calls += 1
+
+    strategy.run(step)
+    memory = ref(trainer.progress.total)
+    trainer.chain, trainer.progress = None, Progress()
+    for _ in range(2):
+        strategy.run(step)
+    gc.collect()
+    assert memory() is None
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("beside", [threading.Lock(), np.zeros(2000)], ids=["lock", "array"])
+def test_what_belongs_to_a_lock_or_to_data_is_one_for_all(strategy: Any, beside: Any, inner: bool) -> None:
+    with strategy.scope():
+        has: Any = SlottedTrainer(beside, None) if inner else beside  # type: ignore[arg-type]
+        counter: Any = SlottedTrainer(has, None)  # type: ignore[arg-type]
         model = nn.Linear(1, 1)
 
     def step() -> int:
@@ -235,6 +293,30 @@ def test_what_belongs_to_a_lock_or_to_data_is_one_for_all(strategy: Any, beside:
         return counter.calls
 
     assert results(strategy, step) == (1, 2)
+
+
+def test_keys_that_come_and_go(strategy: Any) -> None:
+    with strategy.scope():
+        trainer: Any = Trainer(Progress())
+        trainer.kept, trainer.now = WeakKeyDictionary(), Key()
+        trainer.kept[trainer.now] = trainer.kept[trainer.model] = 0
+
+    def step() -> tuple[int, int]:
+        before, trainer.now = trainer.kept[trainer.now], Key()  # with which the key before is gone
+        trainer.kept[trainer.now] = before + 1 + replica()
+        trainer.kept[trainer.model] += 1 + replica()
+        return trainer.kept[trainer.now], trainer.kept[trainer.model]
+
+    for number in range(1, 4):
+        assert results(strategy, step) == ((number, number), (2 * number, 2 * number))
+    kept = Key()
+    trainer.kept[kept] = 5
+    for number in range(4, 6):
+        assert results(strategy, step) == ((number, number), (2 * number, 2 * number))
+    assert trainer.kept[kept] == 5
+    del kept
+    assert results(strategy, step) == ((6, 6), (12, 12))
+    assert len(trainer.kept) == 2
 
 
 @pytest.mark.parametrize("kind", [UserDict, UserList, ChainMap, WeakKeyDictionary])

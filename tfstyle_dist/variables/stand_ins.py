@@ -1,0 +1,122 @@
+"""Objects that have no ``__dict__`` that could be exchanged, and what stands for them: something that has one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+_MOST_KINDS = 256
+_LEFT = 64
+
+
+def _find_slots(kind: type) -> Mapping[str, Any]:
+    found: dict[str, Any] = {}
+    for one in () if kind.__dictoffset__ else kind.__mro__:
+        for name, held in vars(one).items() if "__slots__" in vars(one) else ():
+            if isinstance(held, types.MemberDescriptorType):  # a class may have one of the same name as its base
+                found[name if name not in found else f"{name} {len(found)}"] = held
+    return found
+
+
+slots_of: Callable[[type], Mapping[str, Any]] = functools.lru_cache(_MOST_KINDS)(_find_slots)
+"""The descriptors of a class by name, if all attributes of its objects are in ``__slots__``; else none."""
+
+
+class StandIn:
+    """Stands for an object: its ``__dict__`` is what that has in it.
+
+    Attributes:
+        same: the object, and what other replicas have in its place: the same.
+    """
+
+    __slots__ = ("__weakref__", "_held", "same")
+
+    def __init__(self, thing: Any) -> None:
+        self.same, self._held = (thing, thing), dict[str, Any]()
+
+    @property
+    def __dict__(self) -> dict[str, Any]:
+        """The same dict until another one is set, with what is in the object now."""
+        self._held.clear()
+        self._held.update(self._read())
+        return self._held
+
+    @__dict__.setter
+    def __dict__(self, attributes: dict[str, Any]) -> None:
+        self._write(attributes)
+        self._held = attributes
+
+    def _read(self) -> Iterator[tuple[str, Any]]:
+        raise NotImplementedError
+
+    def _write(self, attributes: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Slots(StandIn):
+    """Stands for an object whose attributes are in ``__slots__``."""
+
+    __slots__ = ("_slots",)
+
+    def __init__(self, thing: Any) -> None:
+        super().__init__(thing)
+        self._slots = slots_of(type(thing))
+
+    def _read(self) -> Iterator[tuple[str, Any]]:
+        thing = self.same[0]
+        for name, slot in self._slots.items():
+            try:
+                yield name, slot.__get__(thing)
+            except AttributeError:  # nothing
+                continue
+
+    def _write(self, attributes: Mapping[str, Any]) -> None:
+        thing = self.same[0]
+        for name, slot in self._slots.items():
+            if name in attributes:
+                slot.__set__(thing, attributes[name])
+            else:
+                with contextlib.suppress(AttributeError):  # nothing was there
+                    slot.__delete__(thing)
+
+
+class WeakEntries(StandIn):
+    """Stands for a ``weakref.WeakKeyDictionary``: a key that is gone takes its entry from every replica, and no more.
+
+    Its own dict is of no use for that: a key that is gone leaves that of the replica whose turn it is.
+    """
+
+    __slots__ = ("_keys", "_names", "_numbers")
+
+    def __init__(self, thing: Any) -> None:
+        super().__init__(thing)
+        self._numbers = itertools.count()
+        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._keys: dict[str, weakref.ref[Any]] = {}
+
+    def _read(self) -> Iterator[tuple[str, Any]]:
+        for key, value in list(self.same[0].items()):
+            if (name := self._names.get(key)) is None:
+                name = self._names[key] = str(next(self._numbers))
+                self._keys[name] = weakref.ref(key)
+            yield name, value
+        if len(self._keys) > 2 * len(self._names) + _LEFT:
+            self._keys = {name: key for name, key in self._keys.items() if key() is not None}
+
+    def _write(self, attributes: Mapping[str, Any]) -> None:
+        box, had = self.same[0], dict(self._read())
+        for name in had.keys() - attributes.keys():
+            if (key := self._key(name)) is not None:
+                box.pop(key, None)
+        for name, value in attributes.items():
+            if had.get(name, had) is not value and (key := self._key(name)) is not None:
+                box[key] = value
+
+    def _key(self, name: str) -> Any:
+        reference = self._keys.get(name)
+        return None if reference is None else reference()
