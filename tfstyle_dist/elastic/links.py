@@ -209,7 +209,7 @@ class Links:
             self._on_packet(connection.rank, packet)
 
     def _greet(self, connection: Connection, hello: dict[str, Any]) -> None:
-        rank = hello.get("rank")
+        rank: Any = hello.get("rank")
         if (why := refusal(hello, self._job, self._me, len(self._lookups))) is not None:
             warn_once("elastic: refused", why)
             self._forget(connection)
