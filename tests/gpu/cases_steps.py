@@ -154,7 +154,6 @@ def test_the_device_of_each_share_of_a_call_is_the_current_one(devices: list[str
     pytest.importorskip("accelerate")
     from tfstyle_dist.integrations.accelerate import wrappers
 
-
     class Shifted(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + torch.ones(1, device=KIND)
