@@ -339,6 +339,10 @@ def test_a_damaged_list(tmp_path: Path) -> None:
         latest_checkpoint(tmp_path)
     with pytest.raises(DataLossError, match=r"These checkpoints are there: .*ckpt-1.*restore one of them by its path"):
         CheckpointManager(Checkpoint(step=1), tmp_path, None)
+    for file in tmp_path.glob("*.index"):
+        file.unlink()
+    with pytest.raises(DataLossError, match=r"These checkpoints are there: none\.$"):
+        latest_checkpoint(tmp_path)
 
 
 def test_checkpoints_without_a_list_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -351,6 +355,7 @@ def test_checkpoints_without_a_list_are_named(tmp_path: Path, caplog: pytest.Log
     CheckpointManager(Checkpoint(step=1), tmp_path, None, checkpoint_name="by")
     assert not caplog.text
     assert CheckpointManager(Checkpoint(step=1), tmp_path, None).restore_or_initialize() is None
+    assert f"The list of the folder's checkpoints, {tmp_path / 'checkpoint'}, does not exist. " in caplog.text
     assert f"saves over those of the same numbers. These are there: [{path!r}]. Restore one" in caplog.text
 
 

@@ -279,3 +279,14 @@ def test_objects_without_a_strategy(rank: int, shared_tmp_path: Path) -> None:
     with td.MirroredStrategy() as strategy, strategy.scope():
         path = checkpoint.save(shared_tmp_path / "ckpt")
         assert json.loads(Path(f"{path}.index").read_text())["content"]["saved"]["workers"] == 2
+
+
+@two
+def test_the_first_worker_alone_names_checkpoints_without_a_list(
+    rank: int, shared_tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with td.MirroredStrategy(["cpu:0"]) as strategy:
+        checkpoint, _ = build(strategy)
+        checkpoint.write(shared_tmp_path / "ckpt-1")
+    CheckpointManager(checkpoint, shared_tmp_path, None)
+    assert ("The list of the folder's checkpoints" in caplog.text) == (rank == 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tfstyle_dist.core.logging import _said
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.elastic import forks, lookup
 from tfstyle_dist.elastic.doorbell import Doorbell
@@ -97,7 +99,11 @@ def links() -> Iterator[tuple[Links, tuple[str, int], threading.Event]]:
     made.close()
 
 
-HELLO = written([{"is": "hello", "job": "job", "rank": 1, "life": "a"}, []])
+def hello(rank: Any, job: Any = "job") -> bytes:
+    return written([{"is": "hello", "job": job, "rank": rank, "life": "a"}, []])
+
+
+HELLO, DEEP = hello(1), b"[" * 700 + b"]" * 700
 
 
 @pytest.mark.parametrize(
@@ -110,6 +116,11 @@ HELLO = written([{"is": "hello", "job": "job", "rank": 1, "life": "a"}, []])
         written([{"is": "x"}, []], body=1 << 62),
         written([{"is": "x"}, []], body=(1 << 64) - 1),
         written([{"is": "x" * 100_000}, []]),
+        hello(True),
+        hello(0),
+        hello(2),
+        hello([1]),
+        hello(json.loads(DEEP)),
     ],
 )
 def test_a_stranger_is_sent_away_and_the_others_are_let_in(
@@ -124,15 +135,29 @@ def test_a_stranger_is_sent_away_and_the_others_are_let_in(
         assert came.wait(30)
 
 
+def test_of_all_strangers_one_line_is_logged(
+    links: tuple[Links, tuple[str, int], threading.Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    _said.difference_update(("elastic: a stranger", "elastic: refused"))
+    for sent in (written([{"is": "x"}, [["y" * 9000, [1]]]]), hello(1, "z" * 9000)) * 3:
+        with socket.create_connection(links[1], 30) as stranger:
+            stranger.sendall(sent)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+    nonsense, other_job = [record.getMessage() for record in caplog.records]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+    assert nonsense.startswith("A connection from 127.0.0.1:")
+    assert other_job.startswith("Worker 1 of job 'zzz")
+    assert max(len(nonsense), len(other_job)) < 400
+
+
 def test_strangers_that_say_nothing_do_not_take_all_files(
     links: tuple[Links, tuple[str, int], threading.Event],
 ) -> None:
     made, address, came = links
-    strangers = [socket.create_connection(address, 30) for _ in range(200)]
-    assert strangers[0].recv(1) == b""
-    with socket.create_connection(address, 30) as worker:
-        worker.sendall(HELLO)
+    with contextlib.ExitStack() as opened:
+        strangers = [opened.enter_context(socket.create_connection(address, 30)) for _ in range(200)]
+        assert strangers[0].recv(1) == b""
+        opened.enter_context(socket.create_connection(address, 30)).sendall(HELLO)
         assert came.wait(30)
-    assert len(made.sockets()) < 150
-    for stranger in strangers:
-        stranger.close()
+        assert len(made.sockets()) < 150

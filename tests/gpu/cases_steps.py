@@ -134,7 +134,9 @@ def test_large_gradients_are_each_replicas_own(devices: list[str]) -> None:
 @on_devices
 def test_the_one_copy_is_evaluated_on_the_first_device(devices: list[str]) -> None:
     """As transformers' Trainer does, whose inputs are on its device, where the one copy of the parameters is not."""
-    wrappers = pytest.importorskip("tfstyle_dist.integrations.accelerate.wrappers")
+    pytest.importorskip("accelerate")
+    from tfstyle_dist.integrations.accelerate import wrappers
+
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     model.eval()
     x = inputs(0)
@@ -149,7 +151,8 @@ def test_the_one_copy_is_evaluated_on_the_first_device(devices: list[str]) -> No
 
 @on_devices
 def test_the_device_of_each_share_of_a_call_is_the_current_one(devices: list[str]) -> None:
-    wrappers = pytest.importorskip("tfstyle_dist.integrations.accelerate.wrappers")
+    pytest.importorskip("accelerate")
+    from tfstyle_dist.integrations.accelerate import wrappers
 
     class Shifted(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -172,6 +172,8 @@ class Failing:
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_what_is_on_the_device_already_may_be_filled_again_for_the_next_batch(one: td.Strategy, ahead: int) -> None:
+    """For where the suite runs on devices (``on_devices.py``): for a CPU nothing is read ahead, nor can this fail."""
+
     class Refilled:
         def __iter__(self) -> Iterator[torch.Tensor]:
             yield torch.full((2,), 5.0, device="cpu")

@@ -88,6 +88,23 @@ def test_every_wrong_setting_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert all(any(text.startswith(name) for text in found[level]) for name in variables), found
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("TFSTYLE_MONITORS", "the name of the setting is TFSTYLE_MONITOR"),
+        ("TFSTYLE_TIMEOUT", "the name of the setting is TFSTYLE_TIMEOUT_SECONDS"),
+        (
+            "TFSTYLE_PS",
+            "it may be one of TFSTYLE_PS_KEYS, TFSTYLE_PS_INSECURE, TFSTYLE_PS_TCP, TFSTYLE_PS_PATIENCE_SECONDS",
+        ),
+        ("TFSTYLE_", f"it may be one of {', '.join(env.SETTINGS)}"),
+    ],
+)
+def test_a_name_that_several_settings_begin_with(monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
+    monkeypatch.setenv(name, "1")
+    assert f"{name} has no effect; {said}" in env.without_effect()
+
+
 def test_the_table_of_settings_has_all() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(TFSTYLE_[A-Z_]+)` \|", readme, re.MULTILINE)) == set(env.SETTINGS)

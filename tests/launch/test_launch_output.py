@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,28 @@ time.sleep(600)
     said = "[launch] the output cannot be written ([Errno 28] No space left on device): stopping all tasks\n"
     assert (done.returncode, done.stderr) == (1, said)
     assert saved.exists()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_nothing_is_lost_where_the_output_does_not_wait_for_a_slow_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unbuffered: str
+) -> None:
+    """As of a terminal or a pipe that a program in the same shell has set so."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    program = tmp_path / "program.py"
+    program.write_text("for number in range(2000): print(number, 'x' * 150)\nprint('y' * 300_000)")
+    out, into = os.pipe()
+    os.set_blocking(into, False)
+    command = [sys.executable, "-m", "tfstyle_dist.launch", "--workers", "1", str(program)]
+    with subprocess.Popen(command, stdout=into, stderr=subprocess.PIPE, text=True) as process:
+        os.close(into)
+        with open(out, encoding="utf-8") as read:
+            first = read.readline()
+            time.sleep(1.0)  # the pipe is full
+            lines = [first, *read]
+        assert (process.wait(30), process.communicate()[1]) == (0, "")
+    expected = [*(f"{number} {'x' * 150}" for number in range(2000)), "y" * 300_000]
+    assert lines == [f"[worker 0] {line}\n" for line in expected]
 
 
 def test_the_end_of_the_terminal_is_none_of_a_job_under_nohup(launch: Any) -> None:

@@ -101,9 +101,10 @@ def get_checkpoint_state(
             )
         return CheckpointState(latest[0], paths, stamps, preserved[0] if preserved else None)
     except ValueError as error:
+        there = checkpoints_in(os.fspath(checkpoint_dir))
+        remedy = " Delete the file, and restore one of them by its path." if there else ""
         raise DataLossError(
-            f"The file {file} is damaged: {error}. These checkpoints are there: "
-            f"{checkpoints_in(os.fspath(checkpoint_dir))}. Delete the file, and restore one of them by its path."
+            f"The file {file} is damaged: {error}. These checkpoints are there: {there or 'none'}.{remedy}"
         ) from error
 
 
@@ -153,17 +154,29 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: s
     return state.model_checkpoint_path
 
 
-def warn_of_unlisted(prefix: str) -> None:
-    """Says that there are checkpoints ``<prefix>-<number>`` though their folder has no list of them."""
+def warn_of_unlisted(prefix: str, rank: Callable[[], int]) -> None:
+    """Says, on worker 0, that there are checkpoints ``<prefix>-<number>`` though their folder has no list of them.
+
+    Args:
+        prefix: of a manager's checkpoints.
+        rank: tells the number of this worker; asked only where there are any.
+    """
     directory, numbered = os.path.dirname(prefix), re.compile(rf"{re.escape(os.path.basename(prefix))}-\d+")
     found = [path for path in checkpoints_in(directory or ".") if numbered.fullmatch(os.path.basename(path))]
-    if found:
+    if found and _is_first(rank):
         get_logger().warning(
-            "%s does not exist, which lists the checkpoints of the folder, so their manager knows none of them, and "
+            "The list of the folder's checkpoints, %s, does not exist. Their manager knows none of them, and "
             "saves over those of the same numbers. These are there: %s. Restore one by its path to go on from it.",
             Path(directory, STATE_FILE),
             found,
         )
+
+
+def _is_first(rank: Callable[[], int]) -> bool:
+    try:
+        return rank() == 0
+    except (RuntimeError, TypeError, ValueError):  # the next save or restore raises it
+        return True
 
 
 def checkpoints_in(directory: str) -> list[str]:

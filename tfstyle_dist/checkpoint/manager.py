@@ -90,7 +90,7 @@ class CheckpointManager:
         """
         state = get_checkpoint_state(self._directory)
         if state is None:
-            warn_of_unlisted(self._prefix)
+            warn_of_unlisted(self._prefix, lambda: self._checkpoint._find("CheckpointManager")[1].rank)
             return
         now, preserved = time.time(), state.last_preserved_timestamp
         if preserved is not None and now < preserved:

@@ -203,12 +203,13 @@ def without_effect() -> list[str]:
         found.append(f"TFSTYLE_DEBUG has {sorted(other)}, and only 'collectives' has an effect")
     for name in sorted(set(os.environ) - set(SETTINGS)):
         if near := _meant(name.upper()):
-            found.append(f"{name} has no effect; the name of the setting is {near[0]}")
+            which = f"the name of the setting is {near[0]}" if len(near) == 1 else f"it may be one of {', '.join(near)}"
+            found.append(f"{name} has no effect; {which}")
     return found
 
 
 def _meant(name: str) -> list[str]:
-    """The setting that a name looks like."""
+    """The settings that a name looks like."""
     if not name.startswith("TFSTYLE_"):
         return []
     begun = [setting for setting in SETTINGS if setting.startswith(name)]

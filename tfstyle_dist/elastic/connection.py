@@ -77,6 +77,14 @@ class Connection:
         self.send(Packet({**hello, "lines": None if self.offered is None else self.offered.announced}))
         return True
 
+    def origin(self) -> str:
+        """The address of the other end."""
+        try:
+            host, port = self.socket.getpeername()[:2]
+        except (OSError, ValueError):  # it is gone, or has none
+            return "an unknown address"
+        return f"{host}:{port}"
+
     def share(self, lines: SharedLines | None, bell: Bell | None) -> None:
         """From now on everything goes through memory that both ends have, if there is any."""
         with self._lock:

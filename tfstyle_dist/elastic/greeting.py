@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,8 @@ from tfstyle_dist.elastic.presence import place
 from tfstyle_dist.elastic.shared_lines import SharedLines
 
 Hello = dict[str, Any]
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 80
 
 
 def introduction(me: int, job: str, life: str, doorbell: Doorbell) -> Hello:
@@ -28,6 +31,22 @@ def introduction(me: int, job: str, life: str, doorbell: Doorbell) -> Hello:
         "is": "hello", "job": job, "rank": me, "pid": os.getpid(), "place": place(), "life": life,
         "host": doorbell.host, "bell": doorbell.announced,
     }  # fmt: skip
+
+
+def refusal(hello: Hello, job: str, me: int, count: int) -> str | None:
+    """Why the one that has said hello is none of the other workers of the job; ``None`` if it is.
+
+    Args:
+        hello: what it said; anything may be in it.
+        job: the job of this worker.
+        me: its number.
+        count: the number of workers.
+    """
+    theirs, rank = hello.get("job"), hello.get("rank")
+    if theirs == job and type(rank) is int and rank != me and 0 <= rank < count:
+        return None
+    who = f"Worker {_SHORT.repr(rank)} of job {_SHORT.repr(theirs)}"
+    return f"{who} was refused; this is worker {me} of {count} of job {job!r}. This is said once, also if more come."
 
 
 def answer(connection: Connection, hello: Hello, mine: Hello) -> None:

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tfstyle_dist.core.errors import DataLossError
-from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.core.logging import get_logger, warn_once
 from tfstyle_dist.elastic import forks
 from tfstyle_dist.elastic.connection import Connection
 from tfstyle_dist.elastic.dialling import Dialler
 from tfstyle_dist.elastic.doorbell import Doorbell
-from tfstyle_dist.elastic.greeting import answer, introduction
+from tfstyle_dist.elastic.greeting import answer, introduction, refusal
 from tfstyle_dist.elastic.lookup import Address, Lookup
-from tfstyle_dist.elastic.open_connections import CHUNK, OpenConnections
+from tfstyle_dist.elastic.open_connections import CHUNK, OpenConnections, say_why_closed
 from tfstyle_dist.elastic.options import Elastic
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.presence import is_gone, listen
@@ -193,7 +193,7 @@ class Links:
             self._watch(connection)
         except (OSError, EOFError, DataLossError) as error:
             if isinstance(error, DataLossError):
-                get_logger().error("the connection to worker %s is given up: %s", connection.rank, error)
+                say_why_closed(connection, error)
             self._gone(connection)
 
     def _on_received(self, connection: Connection, packet: Packet) -> None:
@@ -209,9 +209,9 @@ class Links:
             self._on_packet(connection.rank, packet)
 
     def _greet(self, connection: Connection, hello: dict[str, Any]) -> None:
-        rank = hello.get("rank")
-        if hello.get("job") != self._job or not isinstance(rank, int) or not 0 <= rank < len(self._lookups):
-            get_logger().warning("refused worker %s of job %s; this one is %s", rank, hello.get("job"), self._job)
+        rank: Any = hello.get("rank")
+        if (why := refusal(hello, self._job, self._me, len(self._lookups))) is not None:
+            warn_once("elastic: refused", why)
             self._forget(connection)
             return
         before = self._open.get(rank)

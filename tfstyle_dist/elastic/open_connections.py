@@ -9,13 +9,24 @@ import threading
 from collections.abc import Callable, Iterable
 
 from tfstyle_dist.core.errors import DataLossError
-from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.core.logging import get_logger, warn_once
 from tfstyle_dist.elastic.connection import Connection
 from tfstyle_dist.elastic.packets import Packet
 
 CHUNK = 1 << 20
 """Most bytes that are taken at once."""
 _MOST_STRANGERS = 128
+
+
+def say_why_closed(connection: Connection, error: DataLossError) -> None:
+    """Logs what came instead of a message; of those who have not said who they are, as of a port scan, once."""
+    if connection.rank is None:
+        text = (
+            f"A connection from {connection.origin()} was closed: {error!s:.200} This is said once, also if more come."
+        )
+        warn_once("elastic: a stranger", text)
+    else:
+        get_logger().error("The connection to worker %s is given up: %s", connection.rank, error)
 
 
 class OpenConnections:
@@ -94,6 +105,6 @@ class OpenConnections:
                 found = True
                 self._on_received(connection, packet)
         except DataLossError as error:
-            get_logger().error("the connection to worker %s is given up: %s", connection.rank, error)
+            say_why_closed(connection, error)
             self._on_broken(connection)
         return found

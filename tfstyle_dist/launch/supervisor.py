@@ -13,7 +13,7 @@ from typing import Any
 
 from tfstyle_dist.core.processes import signal_name
 from tfstyle_dist.launch.restarts import Restarts
-from tfstyle_dist.launch.task import Task, show
+from tfstyle_dist.launch.task import Task, UnwrittenError, show
 
 _LOOK_SECONDS = 0.1
 # The others often fail by themselves, with a message worth reading, before they are stopped.
@@ -195,8 +195,8 @@ class Supervisor:
             stream: Any = key.fileobj
             try:
                 more = key.data.forward(stream)
-            except OSError as error:
-                more, self._unwritten = True, error
+            except UnwrittenError as error:
+                more, self._unwritten = True, error.reason
             if not more:
                 self._selector.unregister(stream)
 
@@ -205,5 +205,5 @@ class Supervisor:
 
 
 def _show_error(text: str) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(UnwrittenError):
         show(text, sys.stderr)

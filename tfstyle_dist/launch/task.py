@@ -23,22 +23,53 @@ _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before the lines of a tr
 _OTHERS_FAULT = re.compile(r"^(\w+\.)*(PeerLostError|DeadlineExceededError|UnavailableError|KeyboardInterrupt)\b")
 
 
+class UnwrittenError(Exception):
+    """What is to be shown cannot be written.
+
+    Args:
+        reason: what the system says of it.
+    """
+
+    def __init__(self, reason: OSError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 def show(text: str, stream: TextIO) -> None:
-    """Prints a line; of letters that the stream has not it shows the numbers.
+    """Prints a line, however long its reader takes; of letters that the stream has not it shows the numbers.
 
     Raises:
-        OSError: nobody reads the stream any more, or its disk is full, and nobody is told again: the rest of it goes
-            nowhere.
+        UnwrittenError: nobody reads the stream any more, or its disk is full, and nobody is told again: the rest of it
+            goes nowhere.
     """
     try:
-        try:
-            print(text, file=stream, flush=True)
-        except UnicodeEncodeError:
-            print(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding), file=stream, flush=True)
-    except OSError:
+        data = f"{text}\n".encode(stream.encoding, stream.errors or "strict")
+    except UnicodeEncodeError:
+        data = f"{text}\n".encode(stream.encoding, "backslashreplace")
+    try:
+        _flush(stream)
+        while data:
+            try:
+                count = stream.buffer.write(data)
+            except BlockingIOError as error:
+                count = error.characters_written
+            data = data[count or 0 :]  # of a stream without a buffer ``None`` says that it takes nothing now
+            if data:
+                select.select([], [stream], [])
+        _flush(stream)
+    except OSError as error:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
-        raise
+        raise UnwrittenError(error) from error
+
+
+def _flush(stream: TextIO) -> None:
+    while True:
+        try:
+            stream.flush()
+            return
+        except BlockingIOError:
+            select.select([], [stream], [])
 
 
 def _die_with_parent() -> None:
@@ -132,7 +163,7 @@ class Task:
             Whether more may come.
 
         Raises:
-            OSError: what is shown cannot be written, or nobody reads it.
+            UnwrittenError: what is shown cannot be written, or nobody reads it.
         """
         assert self._process is not None
         try:
@@ -157,7 +188,7 @@ class Task:
         """Shows the rest, without waiting for processes that hold the stream open, and closes it."""
         for stream in self.streams():
             if not stream.closed:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, UnwrittenError):
                     while select.select([stream], [], [], 0)[0] and self.forward(stream):
                         pass
                 stream.close()

@@ -177,7 +177,7 @@ def is_of_the_streams(generator: torch.Generator) -> bool:
 
 
 def seed_of(text: bytes) -> int:
-    """A seed that another text does not have: 0 to 2**63, so that it can be stored in an int64."""
+    """A seed made of a text, from 0 to 2**63 - 1; other texts almost surely give others."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
