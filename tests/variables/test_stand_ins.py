@@ -197,18 +197,21 @@ def test_two_slots_of_one_name(strategy: Any) -> None:
     assert results(strategy, step) == ((2, 4), (2, 4))
 
 
-def test_records_in_a_long_list_are_data(strategy: Any) -> None:
-    """Those of a replay buffer: the list is each replica's own, what is in it there once."""
+@pytest.mark.parametrize("named", [False, True])
+def test_records_in_a_long_list_are_data(strategy: Any, named: bool) -> None:
+    """Those of a replay buffer: a trainer's list is each replica's own, what is in it there once."""
     with strategy.scope():
         trainer: Any = Trainer(Progress())
-        trainer.buffer = [Progress(number) for number in range(100)]
+        buffer = [Progress(number) for number in range(100)]
+        trainer.buffer = list(buffer)
 
     def step() -> tuple[int, int]:
-        trainer.buffer.append(trainer.buffer[0])
-        trainer.buffer[5].steps += 1
-        return len(trainer.buffer), trainer.buffer[5].steps
+        kept = buffer if named else trainer.buffer
+        kept.append(kept[0])
+        kept[5].steps += 1
+        return len(kept), kept[5].steps
 
-    assert results(strategy, step) == ((101, 6), (101, 7))
+    assert results(strategy, step) == ((101, 6), (102, 7) if named else (101, 7))
 
 
 class Reports:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.replicated import Replicated
-from tfstyle_dist.variables.stand_ins import slots_of
+from tfstyle_dist.variables.stand_ins import is_record
 
 MOST_ENTRIES = 20_000
 """Longer containers are data, not state: all replicas share them."""
@@ -107,7 +107,7 @@ class Copier:
     ) -> None:
         self._take, self._copy, self._place = take, copy, place
         self._known, self._same = {} if known is None else known, same
-        self._among_many = False
+        self._among = 0  # how many are in the longest container around
 
     def __call__(self, value: Any) -> Any:
         """The replica's value."""
@@ -137,7 +137,7 @@ class Copier:
             return self._handle(value)
         if isinstance(value, random.Random) or kind.__module__ in OWN_GENERATORS:
             return self._note(value, copy.deepcopy(value))
-        if not (self._among_many and slots_of(kind)):  # such are records in a list of data
+        if not is_record(value, self._among):
             self._take(value)
         return value
 
@@ -154,9 +154,9 @@ class Copier:
         return own
 
     def _entries(self, value: Any) -> Any:
-        before, self._among_many = self._among_many, self._among_many or len(value) > _FEW
+        before, self._among = self._among, max(self._among, len(value))
         own = self._container(value)
-        self._among_many = before
+        self._among = before
         return own
 
     def _container(self, value: Any) -> Any:

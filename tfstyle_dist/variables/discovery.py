@@ -23,6 +23,7 @@ import torch
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.carried_names import Carrying, carried_in, with_inner
 from tfstyle_dist.variables.copies import ATOMS, DICTS, WEAK, referred_to
+from tfstyle_dist.variables.stand_ins import is_record
 from tfstyle_dist.variables.state_objects import Belongs, parts_of
 
 _LIBRARIES = (
@@ -179,8 +180,11 @@ class Discovery:
             if depth < 3:
                 if isinstance(value, dict) and not self._in_arguments:
                     self._take(value, belongs)
-                for part in parts_of(value, _MOST_LOOKED_AT):
-                    self._value(part, seen, (), depth + 1, belongs)
+                for part in (parts := parts_of(value, _MOST_LOOKED_AT)):
+                    if not is_record(part, len(parts)):
+                        self._value(part, seen, (), depth + 1, belongs)
+                    elif depth < 1:
+                        self._attributes(part, seen, depth + 1)
         elif isinstance(value, torch.Tensor):
             if not self._take(value, Belongs.NOTHING) and type(value) is torch.Tensor and not value.requires_grad:
                 self.tensors.append(value)

@@ -6,9 +6,7 @@ entries, and each goes on from there.
 
 from __future__ import annotations
 
-import sys
 import types
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +15,9 @@ import torch
 from tfstyle_dist.runtime.random_streams import is_of_the_streams
 from tfstyle_dist.variables.copies import ATOMS, DICTS, is_container
 from tfstyle_dist.variables.generator_states import GeneratorStates
-from tfstyle_dist.variables.object_content import ObjectContent, when_gone
+from tfstyle_dist.variables.object_content import when_gone
 from tfstyle_dist.variables.own_arrays import OwnArrays, is_common, is_own_array
-from tfstyle_dist.variables.stand_ins import StandIn
+from tfstyle_dist.variables.stand_ins import Entries, StandIn, entries_of
 from tfstyle_dist.variables.state_objects import (
     FEW,
     HOLDERS,
@@ -47,7 +45,7 @@ def has_entries(value: Any, part: Belongs) -> bool:
     """
     if not issubclass(type(value), _SPACES):
         return False
-    held = _inside(value)
+    held = entries_of(value)
     if dict.__len__(held) > MOST_LOOKED_AT or not all(type(name) is str for name in dict.keys(held)):
         return False
     if "__builtins__" in held:  # the globals of a program
@@ -81,23 +79,6 @@ def _is_namespace(value: Any) -> bool:
     return attributes is value or (hasattr(kind, "__getattr__") and not attributes)
 
 
-def _inside(value: Any) -> dict[str, Any]:
-    return value if issubclass(type(value), dict) else vars(value)  # type: ignore[no-any-return]
-
-
-class Entries:
-    """Stands for a dict or a namespace: what is in it are the attributes of this one.
-
-    Attributes:
-        same: the dict or the namespace, and what other replicas have in its place: the same.
-    """
-
-    __slots__ = ("__dict__", "__weakref__", "same")
-
-    def __init__(self, box: Any) -> None:
-        self.same, self.__dict__ = (box, box), _inside(box)
-
-
 class HeldInside:
     """The generators, arrays, dicts, namespaces and objects without a ``__dict__`` that are content.
 
@@ -124,8 +105,7 @@ class HeldInside:
     ) -> None:
         self._count, self._places, self._take, self._let_go = count, places, take, let_go
         self.generators, self._arrays = GeneratorStates(), OwnArrays(let_go)
-        self._entries: dict[int, tuple[Entries, ObjectContent]] = {}  # by the ``id`` of the dict or namespace
-        self._stand_ins: dict[int, StandIn] = {}  # by that of the object; exchanged as other objects are
+        self._stand_ins: dict[int, StandIn] = {}  # by the ``id`` of the object; exchanged as other objects are
         self.same: dict[int, tuple[Any, Any]] = {}
 
     def take(self, value: Any, part: Belongs, generators_alone: bool) -> bool:
@@ -145,11 +125,7 @@ class HeldInside:
             return False
         if is_own_array(value):
             self._arrays.add(value, self._count)
-        elif has_entries(value, part):
-            self.same[id(value)] = (entries := Entries(value)).same
-            self._take(entries, max(part, belongings(entries)))
-            self._entries[id(value)] = entries, self._places[id(entries)]
-        elif (stand_in := stand_in_for(value, part)) is not None:
+        elif (stand_in := Entries(value) if has_entries(value, part) else stand_in_for(value, part)) is not None:
             self.same[id(value)], self._stand_ins[id(value)] = stand_in.same, stand_in
             self._take(stand_in, max(part, belongings(stand_in)))
         else:
@@ -162,12 +138,6 @@ class HeldInside:
         self.generators.switch(before, after)
         if self._arrays.kept:
             self._arrays.switch(before, after)
-        for entries, content in self._entries.values():
-            box = _inside(entries.same[0])
-            kind = _kind_of(box)
-            content.dicts[before] = kind(kind.items(box))
-            _put(box, entries.__dict__)
-            entries.__dict__ = content.dicts[after] = box
 
     def renew(self, everything: bool) -> None:
         """What cross-replica context has changed is as it left it; entries are compared as attributes are.
@@ -190,45 +160,14 @@ class HeldInside:
         self.generators.drop_dead()
         if self._arrays.kept:
             self._arrays.drop_dead()
-        while gone := [n for n, (entries, _) in self._entries.items() if _references(entries) <= _ALONE]:
-            for number in gone:
-                del self._entries[number], self._places[number], self.same[number]
-        while gone := [n for n, held in self._stand_ins.items() if _references(held) <= _ALONE]:
+        while gone := [number for number, stand_in in self._stand_ins.items() if stand_in.is_alone]:
             for number in gone:
                 del self._stand_ins[number], self._places[number], self.same[number]
 
     def clear(self) -> None:
         """Nobody asks for what this holds any more."""
-        for number in [*self._entries, *self._stand_ins, *(id(kept.array) for kept in self._arrays.kept)]:
+        for number in [*self._stand_ins, *(id(kept.array) for kept in self._arrays.kept)]:
             del self._places[number]
-        self._entries.clear()
         self._stand_ins.clear()
         self._arrays.kept = []
         self.same.clear()
-
-
-def _put(box: dict[str, Any], entries: dict[str, Any]) -> None:
-    """Gives a dict other entries; who iterates over it meanwhile goes on if the keys are the same."""
-    kind = _kind_of(box)
-    if list(kind.keys(box)) != list(entries):
-        kind.clear(box)
-    for name, value in entries.items():
-        if dict.get(box, name, box) is not value:
-            kind.__setitem__(box, name, value)
-
-
-def _kind_of(box: dict[str, Any]) -> Any:
-    """Whose methods know its entries: an ``OrderedDict`` has an order of its own."""
-    return OrderedDict if isinstance(box, OrderedDict) else dict
-
-
-def _references(holder: Entries | StandIn) -> int:
-    """To what one stands for; a dict is the attributes too, of the replica that is shown, and perhaps its own."""
-    box = holder.same[0]
-    if isinstance(holder, StandIn):
-        return sys.getrefcount(box)
-    own = getattr(type(box), "__dictoffset__", 0) and object.__getattribute__(box, "__dict__") is box
-    return sys.getrefcount(box) - 2 * (box is holder.__dict__) - bool(own)
-
-
-_ALONE = _references(Entries(types.SimpleNamespace()))

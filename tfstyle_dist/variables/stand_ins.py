@@ -1,15 +1,21 @@
-"""Objects that have no ``__dict__`` that could be exchanged, and what stands for them: something that has one."""
+"""Objects that have no ``__dict__`` that could be exchanged, and what stands for them: something that has one.
+
+A stand-in holds its object, as nothing can refer to a dict or to most objects with slots weakly.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
+import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+_FEW = 64
 _MOST_KINDS = 256
 _LEFT = 64
 
@@ -25,6 +31,21 @@ def _find_slots(kind: type) -> Mapping[str, Any]:
 
 slots_of: Callable[[type], Mapping[str, Any]] = functools.lru_cache(_MOST_KINDS)(_find_slots)
 """The descriptors of a class by name, if all attributes of its objects are in ``__slots__``; else none."""
+
+
+def is_record(value: Any, among: int) -> bool:
+    """Whether an object is data because it has slots and is one of many.
+
+    Args:
+        value: any object.
+        among: how many are in the container that it is in.
+    """
+    return among > _FEW and bool(slots_of(type(value)))
+
+
+def entries_of(value: Any) -> dict[str, Any]:
+    """A dict itself; of a ``types.SimpleNamespace`` its names."""
+    return value if issubclass(type(value), dict) else vars(value)  # type: ignore[no-any-return]
 
 
 class StandIn:
@@ -51,11 +72,43 @@ class StandIn:
         self._write(attributes)
         self._held = attributes
 
-    def _read(self) -> Iterator[tuple[str, Any]]:
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else holds the object."""
+        thing = self.same[0]
+        own = getattr(type(thing), "__dictoffset__", 0) and object.__getattribute__(thing, "__dict__") is thing
+        return sys.getrefcount(thing) - bool(own) <= _ALONE
+
+    def _read(self) -> Iterable[tuple[str, Any]]:
         raise NotImplementedError
 
     def _write(self, attributes: Mapping[str, Any]) -> None:
         raise NotImplementedError
+
+
+class Entries(StandIn):
+    """Stands for a dict or a namespace: its attributes are what is in that."""
+
+    __slots__ = ()
+
+    def _read(self) -> Iterable[tuple[str, Any]]:
+        box = entries_of(self.same[0])
+        return _kind_of(box).items(box)  # type: ignore[no-any-return]
+
+    def _write(self, attributes: Mapping[str, Any]) -> None:
+        """Who iterates over the dict meanwhile goes on if the keys are the same."""
+        box = entries_of(self.same[0])
+        kind = _kind_of(box)
+        if list(kind.keys(box)) != list(attributes):
+            kind.clear(box)
+        for name, value in attributes.items():
+            if dict.get(box, name, box) is not value:
+                kind.__setitem__(box, name, value)
+
+
+def _kind_of(box: dict[str, Any]) -> Any:
+    """Whose methods know its entries: an ``OrderedDict`` has an order of its own."""
+    return OrderedDict if isinstance(box, OrderedDict) else dict
 
 
 class Slots(StandIn):
@@ -120,3 +173,11 @@ class WeakEntries(StandIn):
     def _key(self, name: str) -> Any:
         reference = self._keys.get(name)
         return None if reference is None else reference()
+
+
+def _references(stand_in: StandIn) -> int:
+    thing = stand_in.same[0]
+    return sys.getrefcount(thing)
+
+
+_ALONE = _references(Entries(types.SimpleNamespace()))
