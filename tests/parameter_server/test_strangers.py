@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -168,13 +169,13 @@ def test_another_user_is_not_listened_to(admitted: Any) -> None:
 
 
 def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unix_listener, "TOKEN_SECONDS", 2.0)
     host: Any = SimpleNamespace(name="/job:ps/task:0", poller=zeromq_sockets.poller(), tokens=Tokens())
     entrance = unix_listener.UnixListener(host)
     with socket.socket(socket.AF_UNIX) as early, socket.socket(socket.AF_UNIX) as late:
         early.connect("\0" + entrance.name)
-        monkeypatch.setattr(unix_listener, "TOKEN_SECONDS", 0.0)
         entrance.admit()
-        monkeypatch.setattr(unix_listener, "TOKEN_SECONDS", 60.0)
+        time.sleep(2.1)
         late.connect("\0" + entrance.name)
         entrance.admit()
         entrance.tick()

@@ -71,7 +71,6 @@ class Links:
         self.life, self.goes_on, self.left_behind = secrets.token_hex(8), False, False
         self._hello = introduction(me, job, self.life, doorbell)
         self._silence = SilenceWatch(me, options, str(self._hello["place"]))
-        self._lock = threading.Lock()
         self._open = OpenConnections(self._on_received, lambda broken: self._order(lambda: self._gone(broken)))
         self.known = self._open.ranks
         self._unsure: dict[int, Connection] = {}  # gone, and nobody knows yet whether the process is
@@ -79,7 +78,7 @@ class Links:
         self._dialler = Dialler(self._lookups, options.suspect_after)
         self._past: dict[int, str] = {}  # the last process there was a connection to
         self._orders, self._closing = list[Callable[[], None]](), False
-        self._selector = selectors.DefaultSelector()
+        self._selector, self._lock = selectors.DefaultSelector(), threading.Lock()
         self._listener = listen(me, addresses[me])
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
@@ -172,8 +171,7 @@ class Links:
             if thing is self._listener:
                 stranger = Connection(self._listener.accept()[0], None)
                 self._selector.register(stranger.socket, selectors.EVENT_READ, stranger)
-                if (late := self._open.admit(stranger)) is not None:
-                    self._forget(late)
+                self._open.strangers.admit(stranger)
         if connection is None or connection.closed:
             return
         try:
@@ -222,9 +220,8 @@ class Links:
             self._forget(connection)
             return
         self._past[rank] = str(hello.get("life"))
-        connection.peer = hello
+        connection.peer, connection.rank = hello, rank
         self._dialler.end(connection)
-        connection.rank = rank
         answer(connection, hello, self._hello)
         if before is not None:  # a new process has its number: of the old one nothing was heard yet
             self._gone(before)
@@ -242,6 +239,8 @@ class Links:
     # ---- beats, dialling, loss --------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
+        for late in self._open.strangers.late():
+            self._forget(late)
         now = time.monotonic()
         paused = self._silence.paused(self._open.all(), now)
         for connection in self._open.all():
@@ -255,8 +254,8 @@ class Links:
             elif now - connection.said > self._options.beat_every:
                 connection.send(Packet({"is": "beat"}))
         for rank in set(range(self._me)) - set(self._open.ranks()):
-            if (late := self._dialler.overdue(rank, now)) is not None:
-                self._forget(late)
+            if (overdue := self._dialler.overdue(rank, now)) is not None:
+                self._forget(overdue)
             if (dialled := self._dialler.dial(rank, now)) is not None:
                 self._selector.register(dialled.socket, selectors.EVENT_WRITE, dialled)
         for rank, connection in list(self._unsure.items()):
@@ -279,6 +278,7 @@ class Links:
             self._gone(connection)
 
     def _forget(self, connection: Connection) -> None:
+        self._open.strangers.forget(connection)
         self._dialler.end(connection)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)

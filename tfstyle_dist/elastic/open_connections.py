@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 
 from tfstyle_dist.core.errors import DataLossError
 from tfstyle_dist.core.logging import get_logger, warn_once
+from tfstyle_dist.core.strangers import Strangers
 from tfstyle_dist.elastic.connection import Connection
 from tfstyle_dist.elastic.packets import Packet
 
 CHUNK = 1 << 20
 """Most bytes that are taken at once."""
-_MOST_STRANGERS = 128
+_MOST_STRANGERS, _SECONDS_FOR_STRANGERS = 128, 10.0
 
 
 def say_why_closed(connection: Connection, error: DataLossError) -> None:
@@ -35,6 +36,9 @@ class OpenConnections:
     Args:
         on_received: called with a connection and a packet that came through shared memory.
         on_broken: called with a connection through which nonsense came.
+
+    Attributes:
+        strangers: those that have dialled, and have not said which worker they are.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class OpenConnections:
         self._lock = threading.Lock()
         self._reading = threading.RLock()  # of shared memory; taken before the locks of what is called
         self._by_rank: dict[int, Connection] = {}
-        self._strangers: list[Connection] = []
+        self.strangers = Strangers[Connection](_SECONDS_FOR_STRANGERS, _MOST_STRANGERS)
 
     def get(self, rank: int | None) -> Connection | None:
         """That to a worker; ``None`` if there is none."""
@@ -61,14 +65,9 @@ class OpenConnections:
         with self._lock:
             return sorted(self._by_rank)
 
-    def admit(self, stranger: Connection) -> Connection | None:
-        """One has dialled; returns the one that has had the longest time to say who it is, if there are too many."""
-        waiting = [connection for connection in self._strangers if connection.rank is None and not connection.closed]
-        self._strangers = [*waiting, stranger][-_MOST_STRANGERS:]
-        return waiting[0] if len(waiting) == _MOST_STRANGERS else None
-
     def add(self, rank: int, connection: Connection) -> None:
         """There is one now."""
+        self.strangers.forget(connection)
         with self._lock:
             self._by_rank[rank] = connection
 

@@ -9,7 +9,8 @@ import socket
 
 from tfstyle_dist.core.logging import get_logger
 
-_MOST = 4096
+MOST_CONNECTIONS = 4096
+"""Of one socket."""
 _NO_FILES = {errno.EMFILE, errno.ENFILE}
 
 
@@ -47,7 +48,7 @@ class ListeningSocket:
             if error.errno in _NO_FILES:
                 self._refuse(error)
             return None
-        if count >= _MOST:
+        if count >= MOST_CONNECTIONS:
             connection.close()
             return None
         return connection

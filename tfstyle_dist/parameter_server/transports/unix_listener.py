@@ -8,19 +8,19 @@ token is listened to for a token's length, and not for long.
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from tfstyle_dist.core import unix_sockets
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.core.strangers import Strangers
 from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.handshake import TOKEN_BYTES, TOKEN_SECONDS, WELCOME
 from tfstyle_dist.parameter_server.protocol.header import ProtocolError
 from tfstyle_dist.parameter_server.protocol.operations import Answer, padded
 from tfstyle_dist.parameter_server.transports.client_session import ClientSession
-from tfstyle_dist.parameter_server.transports.listening_socket import ListeningSocket
+from tfstyle_dist.parameter_server.transports.listening_socket import MOST_CONNECTIONS, ListeningSocket
 from tfstyle_dist.parameter_server.transports.stream_socket import JOINED, Frames
 from tfstyle_dist.parameter_server.transports.transport import Host
 
@@ -119,7 +119,7 @@ class UnixListener:
         self._listening = ListeningSocket(unix_sockets.listen(self.name, 128), host.name)
         self.number = self._listening.number
         self.connections: dict[int, UnixConnection] = {}
-        self._strangers: dict[UnixConnection, float] = {}  # until when they have time; the first one has the least
+        self._strangers = Strangers[UnixConnection](TOKEN_SECONDS, MOST_CONNECTIONS)
         host.poller.register(self.number, zeromq_sockets.POLLIN)
 
     def invite(self, client: ClientSession) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class UnixListener:
             return
         connection.setblocking(False)
         admitted = self.connections[connection.fileno()] = UnixConnection(connection, self)
-        self._strangers[admitted] = time.monotonic() + TOKEN_SECONDS
+        self._strangers.admit(admitted)
         self._host.poller.register(connection.fileno(), zeromq_sockets.POLLIN)
 
     def serve(self, number: int, event: int) -> None:
@@ -169,19 +169,17 @@ class UnixListener:
         if client is None:
             return False
         connection.client, client.connection = client, connection
-        self._strangers.pop(connection, None)
+        self._strangers.forget(connection)
         return connection.send([WELCOME])
 
     def tick(self) -> None:
         """Ends the connections that have not shown a token in time."""
-        for connection, until in list(self._strangers.items()):
-            if until > time.monotonic():
-                return
+        for connection in self._strangers.late():
             self.end(connection)
 
     def end(self, connection: UnixConnection) -> None:
         """Ends a connection."""
-        self._strangers.pop(connection, None)
+        self._strangers.forget(connection)
         number = connection.connection.fileno()
         if self.connections.pop(number, None) is not None:
             self._host.poller.unregister(number)
