@@ -23,6 +23,7 @@ import torch
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.carried_names import Carrying, carried_in, with_inner
 from tfstyle_dist.variables.copies import ATOMS, DICTS, WEAK, referred_to
+from tfstyle_dist.variables.iterators import is_iterator
 from tfstyle_dist.variables.stand_ins import is_record
 from tfstyle_dist.variables.state_objects import Belongs, parts_of
 
@@ -55,12 +56,14 @@ class Discovery:
     Attributes:
         tensors: what the function names and all replicas share, such as data; not what it is given.
         carrying: the functions that give other values to variables that they have read, and these variables' names.
+        iterators: what the function names of them; not what it is given.
     """
 
     def __init__(self, take: Callable[[Any, Belongs], bool], classes: bool = True) -> None:
         self._take, self._classes = take, classes
         self.tensors: list[torch.Tensor] = []
         self.carrying: list[Carrying] = []
+        self.iterators: list[Any] = []
         # Of the user's own functions what they name; of functions of libraries nothing.
         self._names: weakref.WeakKeyDictionary[types.CodeType, tuple[tuple[str, ...], ...]] = (
             weakref.WeakKeyDictionary()
@@ -103,7 +106,7 @@ class Discovery:
 
     def follow(self, function: Any) -> None:
         """Takes what a function names that a module, a parameter or another object has, such as a hook; once."""
-        kept = self.tensors, self.carrying, self._following, self._in_arguments
+        kept = self.tensors, self.carrying, self.iterators, self._following, self._in_arguments
         self.forget()
         self._following, self._in_arguments = True, False
         try:
@@ -111,7 +114,7 @@ class Discovery:
             self._known_tensors.update((id(tensor), weakref.ref(tensor)) for tensor in self.tensors)
             self._known_carrying.update((id(f), (weakref.ref(f), names)) for f, names in self.carrying)
         finally:
-            self.tensors, self.carrying, self._following, self._in_arguments = kept
+            self.tensors, self.carrying, self.iterators, self._following, self._in_arguments = kept
 
     def follow_class(self, kind: type) -> None:
         """Takes what the methods of a class name, if it is the program's own; once.
@@ -147,7 +150,7 @@ class Discovery:
 
     def forget(self) -> None:
         """What was found is not needed any more."""
-        self.tensors, self.carrying = [], []
+        self.tensors, self.carrying, self.iterators = [], [], []
 
     def _value(
         self, value: Any, seen: set[int], names: Sequence[str], depth: int, belongs: Belongs = Belongs.BESIDE
@@ -188,6 +191,8 @@ class Discovery:
         elif isinstance(value, torch.Tensor):
             if not self._take(value, Belongs.NOTHING) and type(value) is torch.Tensor and not value.requires_grad:
                 self.tensors.append(value)
+        elif is_iterator(kind):
+            self.iterators += () if self._in_arguments else (value,)
         elif not self._take(value, belongs) and depth < 2:
             self._attributes(value, seen, depth)
 

@@ -2,17 +2,15 @@
 
 They are the program's own, as are lists and numbers: many modules, and the script itself, read one. A number in them
 that ``forward`` multiplies or counts up advances once for each replica, which ``SharedSettings`` says. So does an
-element of a numpy array that ``forward`` writes to, and an iterator that it asks for the next value.
+element of a numpy array that ``forward`` writes to, and an iterator that it, or a step function, asks for a value.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import operator
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -20,6 +18,7 @@ import numpy as np
 
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.variables.copies import is_container
+from tfstyle_dist.variables.iterators import Position, is_iterator
 from tfstyle_dist.variables.own_arrays import KINDS
 
 _MOST = 1000
@@ -30,10 +29,12 @@ _DEPTH = 3
 _NUMBERS = frozenset({bool, int, float})
 _NAMES = frozenset({str, int})
 _SPACES = (argparse.Namespace, types.SimpleNamespace)
-_COUNTERS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))
 
 Place = tuple[int, int | str, str]
-"""An object by its ``id``, which settings of it (the number of a group, or how it is called), and the name of one."""
+"""An object by its ``id``, which settings of it (the number of a group, or how it is called), and the name of one.
+
+An iterator that a step function names has its class in the second place and no name.
+"""
 
 
 class Elements:
@@ -58,26 +59,20 @@ class Elements:
         return set(np.flatnonzero((before != after) & ~both).tolist())
 
 
-class Position(str):
-    """Where an iterator is."""
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, iterator: Any) -> Position:
-        """That of an iterator which tells it."""
-        return cls(repr(iterator) if isinstance(iterator, itertools.count) else operator.length_hint(iterator))
-
-
 class ModuleSettings:
-    """Those that the attributes of some objects are."""
+    """Those that the attributes of some objects are, and iterators that a step function names.
+
+    Attributes:
+        iterators: that a step function names.
+    """
 
     def __init__(self) -> None:
+        self.iterators: Sequence[Any] = ()
         self._holders: list[tuple[weakref.ref[Any], str]] = []  # an object, and the name of its attribute
         self._own: Mapping[int, Any] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._holders)
+        return bool(self._holders or self.iterators)
 
     def find(self, things: list[tuple[Any, Any]], own: Mapping[int, Any]) -> None:
         """Looks for them.
@@ -106,7 +101,7 @@ class ModuleSettings:
         try:
             return self._now()
         except Exception as error:
-            self._holders = []
+            self._holders, self.iterators = [], ()
             get_logger().debug("Whether a step counts in settings is not looked at: %r", error)
             return {}
 
@@ -119,18 +114,20 @@ class ModuleSettings:
                 continue
             if isinstance(value, np.ndarray):
                 found[id(value), type(thing).__name__, name] = Elements(value)
-            elif isinstance(value, _COUNTERS):
+            elif is_iterator(type(value)):
                 found[id(value), type(thing).__name__, name] = Position.of(value)
             else:
                 found |= islice(_numbers(value, f"{type(thing).__name__}.{name}", _DEPTH), _MOST)
-        return found
+        attributes = {place[0] for place in found}
+        named = [iterator for iterator in self.iterators if id(iterator) not in attributes]
+        return found | {(id(iterator), type(iterator).__name__, ""): Position.of(iterator) for iterator in named}
 
 
 def _are_settings(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, np.ndarray):
         return value.dtype.kind in KINDS and 0 < value.size <= _MOST
-    return issubclass(kind, _COUNTERS) or _have_entries(value)
+    return is_iterator(kind) or _have_entries(value)
 
 
 def _have_entries(value: Any) -> bool:

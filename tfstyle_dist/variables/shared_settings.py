@@ -7,12 +7,13 @@ step may count: a warning says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.variables.group_settings import GroupSettings
-from tfstyle_dist.variables.module_settings import Elements, ModuleSettings, Place, Position
+from tfstyle_dist.variables.iterators import Position
+from tfstyle_dist.variables.module_settings import Elements, ModuleSettings, Place
 
 
 class SharedSettings:
@@ -20,9 +21,11 @@ class SharedSettings:
 
     Attributes:
         of_groups: of the optimizers that all replicas share.
+        iterators: that the step function of the next run names.
     """
 
     def __init__(self) -> None:
+        self.iterators: Sequence[Any] = ()
         self.of_groups = GroupSettings()
         self._of_modules = ModuleSettings()
         self._runs = 0
@@ -41,6 +44,7 @@ class SharedSettings:
         self._runs += 1
         looks = not self._runs & (self._runs - 1)
         self.of_groups.begin(looks)
+        self._of_modules.iterators, self.iterators = self.iterators if looks else (), ()
         if looks:
             self._of_modules.find(things, own)
         self._calls.clear()
@@ -100,8 +104,11 @@ def _say_counted(settings: int | str, name: str, first: int, then: int, now: Any
             f"(register_buffer), set a new array, as in self.{name} = self.{name} + 1"
         )
     elif isinstance(now, Position):
-        what, of = "iterator", f"attribute {name!r} of {settings}"
-        instead = "Count in a number, as self.calls += 1, and derive the value from it"
+        what, of = "iterator", f"attribute {name!r} of {settings}" if name else f"({settings}) that the step names"
+        instead = (
+            "That is right where the replicas divide what comes from it. Else take the values outside of the step and "
+            "give them to it as arguments, or count in a number, as self.calls += 1, and derive the value from it"
+        )
     else:
         what, of = "setting", f"{name!r} in {settings}"
         instead = "Keep such a number in an attribute of the module itself, of which each replica has its own"

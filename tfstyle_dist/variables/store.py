@@ -126,10 +126,11 @@ class ParameterStore:
                 contents.take(record.tensor)
             for module in list(self.modules):
                 contents.take(module)
-        contents.discovery.look(function, arguments)
+        (found := contents.discovery).look(function, arguments)
         if function is not None:  # else only what was adopted is looked at, maybe inside a run
-            contents.watch(contents.discovery.tensors, contents.discovery.carrying)
-        contents.discovery.forget()
+            contents.watch(found.tensors, found.carrying)
+            contents.settings.iterators = found.iterators
+        found.forget()
         contents.finish_taking()
 
     def adopt_object(self, thing: Any) -> None:
