@@ -7,6 +7,7 @@ REJOIN=N the lowest worker waits before step N and those after it until those th
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import hashlib
 import json
 import os
@@ -14,6 +15,8 @@ import signal
 import subprocess
 import sys
 import time
+import types
+import weakref
 from collections import deque
 from typing import Any
 
@@ -24,6 +27,12 @@ from tfstyle_dist.checkpoint import files
 
 PLACES = ("start", "forward", "backward", "step", "end")
 SAMPLES = 39
+
+
+@dataclasses.dataclass(slots=True)
+class Meter:
+    calls: int = 0
+    last: torch.Tensor | None = None
 
 
 class Joint(torch.nn.Module):
@@ -40,6 +49,8 @@ class Joint(torch.nn.Module):
         self.register_buffer("scale", torch.ones(8))
         self.calls = self.first_calls = 0
         self.recent: deque[float] = deque(maxlen=3)
+        self.meter, self.space = Meter(), types.SimpleNamespace(decayed=1.0)
+        self.calls_of = weakref.WeakKeyDictionary({self.last: 0})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -51,12 +62,19 @@ class Joint(torch.nn.Module):
         if context.replica_id_in_sync_group % 2:
             hidden = hidden * self.scale.mul_(1.01)
             self.recent.append(float(hidden.detach().sum()))
+            self.meter.calls += 1
+            self.meter.last = hidden.detach().sum()
+            self.space.decayed *= 0.9
+            self.calls_of[self.last] += 1
         everyone = context.all_gather(hidden, axis=0)
         turned = context.all_reduce("SUM", self.table.weight.detach().t() * (1 + self.first_calls / 7)).norm()
         merged = context.merge_call(
             lambda strategy, value: strategy.reduce("SUM", value, axis=None), args=(hidden.detach().sum(),)
         )
-        return self.last(hidden + mean + everyone.mean(0)) + (merged + turned + sum(self.recent)) * 1e-3
+        own = self.meter.calls + self.space.decayed + self.calls_of[self.last]
+        if self.meter.last is not None:
+            own = own + self.meter.last
+        return self.last(hidden + mean + everyone.mean(0) * own) + (merged + turned + sum(self.recent)) * 1e-3
 
 
 def make_model(kind: str) -> torch.nn.Module:

@@ -21,6 +21,7 @@ from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.copies import Copier, copied
 from tfstyle_dist.variables.record import Record, raw
+from tfstyle_dist.variables.stand_ins import meant_by, set_attributes
 from tfstyle_dist.variables.state_objects import BOXES, MOST_LOOKED_AT, parts_of, stays
 
 _EQUAL_EVERYWHERE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -129,7 +130,7 @@ class ReplicaStates:
         return [(state, [tensor.clone() for tensor in tensors]) for state, tensors in entries]
 
     def _types(self) -> dict[int, str]:
-        return {content.number: type(thing).__name__ for thing, content in self._contents.objects()}
+        return {content.number: type(meant_by(thing)).__name__ for thing, content in self._contents.objects()}
 
     def _values(self, replica: int) -> Iterator[tuple[Place, Any]]:
         for thing, content in self._contents.objects():
@@ -191,16 +192,19 @@ class ReplicaStates:
             generator.set_state(state)
 
     def _put(self, thing: Any, kind: str, name: str, what: Any, replica: int, reader: ValueReader) -> None:
-        own, shown = self._contents.attributes(thing, replica), thing.__dict__
+        held = own = self._contents.attributes(thing, replica)
+        shown = thing.__dict__
         if kind == "b":
             own, shown = torch_internals.buffers_among(own), torch_internals.buffers_among(shown)
         if what is None:
             own.pop(name, None)
-            return
-        like = own[name] if name in own else _copied(shown.get(name, MISSING))
-        value = reader.value(what, like)
-        if value is not MISSING:
-            own[name] = value
+        else:
+            like = own[name] if name in own else _copied(shown.get(name, MISSING))
+            value = reader.value(what, like)
+            if value is not MISSING:
+                own[name] = value
+        if own is shown:
+            set_attributes(thing, held)
 
 
 def _entry(place: Place, value: Any, writer: ValueWriter, types: dict[int, str]) -> tuple[Any, list[torch.Tensor]]:

@@ -15,6 +15,7 @@ from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import Hooks, hooks_of
 from tfstyle_dist.variables.record import Record, raw
+from tfstyle_dist.variables.stand_ins import set_attributes
 
 
 class Undo:
@@ -135,7 +136,7 @@ class Undo:
         for content, now in self._dicts:
             thing = content.reference()
             if thing is not None:
-                object.__setattr__(thing, "__dict__", now)
+                set_attributes(thing, now)
         with torch.no_grad(), raw():
             for parameter, grad, trains, hooks in self._parameters:
                 parameter.requires_grad_(trains)

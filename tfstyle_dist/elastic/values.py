@@ -22,6 +22,7 @@ from tfstyle_dist.elastic.packets import check_can_be_sent
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS
 from tfstyle_dist.variables.parameter_marks import memory_of
+from tfstyle_dist.variables.stand_ins import meant_by
 
 _MOST_DEPTH = 20
 _KEEP: list[Any] = ["k"]
@@ -55,7 +56,7 @@ class ValueWriter:
 
     @cached_property
     def _objects(self) -> dict[int, int]:
-        return {id(thing): content.number for thing, content in self._contents.objects()}
+        return {id(meant_by(thing)): content.number for thing, content in self._contents.objects()}
 
     def number_of(self, thing: Any) -> int | None:
         """That of an object that is content."""
@@ -176,7 +177,7 @@ class ValueReader:
 
     @cached_property
     def _objects(self) -> dict[int, Any]:
-        return {content.number: thing for thing, content in self._contents.objects()}
+        return {content.number: meant_by(thing) for thing, content in self._contents.objects()}
 
     def value(self, described: list[Any], own: Any) -> Any:
         """The value.

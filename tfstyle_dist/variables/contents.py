@@ -181,9 +181,10 @@ class ReplicaContents:
             return True
         if isinstance(value, torch.Tensor):
             return self._take_tensor(value)
-        if self._inside.take(value, part, self._released or self.common is not None):
+        arrays = self.common is None  # in an elastic job arrays are a worker's
+        if self._inside.take(value, part, arrays, generators_alone=self._released):
             return True
-        if self._released or not state_objects.is_state(value, part, self.common is None):
+        if self._released or not state_objects.is_state(value, part, arrays):
             for own in () if self.common is None else self.common.add(value):
                 self.take(own)
             return False

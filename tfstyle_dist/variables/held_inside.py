@@ -33,7 +33,11 @@ from tfstyle_dist.variables.state_objects import (
 _SPACES = (dict, types.SimpleNamespace)
 
 
-def has_entries(value: Any, part: Belongs) -> bool:
+def _stand_in(value: Any, part: Belongs, arrays: bool) -> StandIn | None:
+    return Entries(value) if has_entries(value, part, arrays) else stand_in_for(value, part, arrays)
+
+
+def has_entries(value: Any, part: Belongs, arrays: bool = True) -> bool:
     """Whether this is a dict or a namespace whose entries count as the attributes of an object do.
 
     A dict does if a module, an optimizer or the like is in it, or in a short container in it; one whose entries are
@@ -42,6 +46,7 @@ def has_entries(value: Any, part: Belongs) -> bool:
     Args:
         value: anything.
         part: what it was found in.
+        arrays: whether replicas have elements of their own in small arrays.
     """
     if not issubclass(type(value), _SPACES):
         return False
@@ -56,8 +61,8 @@ def has_entries(value: Any, part: Belongs) -> bool:
     elif part is Belongs.NOTHING or not _is_namespace(value):
         return False
     else:
-        counts = part is Belongs.PART or is_helper(held)
-    return counts and not any(map(is_common, values))
+        counts = part is Belongs.PART or is_helper(held, arrays)
+    return counts and not any(is_common(held, arrays) for held in values)
 
 
 def _is_or_has_holder(value: Any, depth: int = 2) -> bool:
@@ -108,13 +113,14 @@ class HeldInside:
         self._stand_ins: dict[int, StandIn] = {}  # by the ``id`` of the object; exchanged as other objects are
         self.same: dict[int, tuple[Any, Any]] = {}
 
-    def take(self, value: Any, part: Belongs, generators_alone: bool) -> bool:
+    def take(self, value: Any, part: Belongs, arrays: bool, generators_alone: bool) -> bool:
         """Exchanges what is inside of an object from now on; returns whether something is.
 
         Args:
             value: any object.
             part: what it was found in.
-            generators_alone: all else is as it is for any object, as in elastic jobs, where it is a worker's.
+            arrays: whether replicas have elements of their own in small arrays.
+            generators_alone: all else is as it is for any object.
         """
         if isinstance(value, torch.Generator):
             if not is_of_the_streams(value):
@@ -123,9 +129,9 @@ class HeldInside:
             return True
         if generators_alone:
             return False
-        if is_own_array(value):
+        if arrays and is_own_array(value):
             self._arrays.add(value, self._count)
-        elif (stand_in := Entries(value) if has_entries(value, part) else stand_in_for(value, part)) is not None:
+        elif (stand_in := _stand_in(value, part, arrays)) is not None:
             self.same[id(value)], self._stand_ins[id(value)] = stand_in.same, stand_in
             self._take(stand_in, max(part, belongings(stand_in)))
         else:

@@ -86,6 +86,16 @@ class StandIn:
         raise NotImplementedError
 
 
+def meant_by(thing: Any) -> Any:
+    """The object that a stand-in stands for; any other one is meant itself."""
+    return thing.same[0] if isinstance(thing, StandIn) else thing
+
+
+def set_attributes(thing: Any, attributes: dict[str, Any]) -> None:
+    """Gives an object these: its own, where they were written to; those of what a stand-in stands for are written."""
+    object.__setattr__(thing, "__dict__", attributes)
+
+
 class Entries(StandIn):
     """Stands for a dict or a namespace: its attributes are what is in that."""
 

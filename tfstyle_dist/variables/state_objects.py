@@ -19,7 +19,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.common_objects import HeldInCommon
 from tfstyle_dist.variables.copies import ATOMS, NAMING, is_container
 from tfstyle_dist.variables.own_arrays import is_common
-from tfstyle_dist.variables.stand_ins import Slots, StandIn, WeakEntries, slots_of
+from tfstyle_dist.variables.stand_ins import Slots, StandIn, WeakEntries, meant_by, slots_of
 
 # Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
 _SKIPPED = (
@@ -86,18 +86,19 @@ def is_state(thing: Any, part: Belongs = Belongs.NOTHING, arrays: bool = True) -
     return _holds_state(thing, _DEPTH, [None] * _MOST_VALUES) or (part is Belongs.BESIDE and is_helper(thing, arrays))
 
 
-def stand_in_for(thing: Any, part: Belongs = Belongs.NOTHING) -> StandIn | None:
+def stand_in_for(thing: Any, part: Belongs = Belongs.NOTHING, arrays: bool = True) -> StandIn | None:
     """What stands for an object without a ``__dict__`` that is content, where a plain object would be; else ``None``.
 
     Args:
         thing: any object.
         part: what it was found in.
+        arrays: as above.
     """
     held = _stand_in(thing)
     if held is None or part is Belongs.PART or is_optimizer(type(thing)):
         return held
-    counts = _holds_state(held, _DEPTH, [None] * _MOST_VALUES) or (part is Belongs.BESIDE and is_helper(held.__dict__))
-    return held if counts else None
+    counts = part is Belongs.BESIDE and is_helper(held.__dict__, arrays)
+    return held if counts or _holds_state(held, _DEPTH, [None] * _MOST_VALUES) else None
 
 
 def _stand_in(thing: Any) -> StandIn | None:
@@ -113,7 +114,7 @@ def _stand_in(thing: Any) -> StandIn | None:
 
 def belongings(thing: Any) -> Belongs:
     """What the objects are that an object has."""
-    meant = thing.same[0] if isinstance(thing, StandIn) else thing
+    meant = meant_by(thing)
     if isinstance(meant, HOLDERS) or is_optimizer(type(meant)):
         return Belongs.PART
     return Belongs.BESIDE if _has_state_beside(thing) else Belongs.NOTHING

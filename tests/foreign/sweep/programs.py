@@ -22,6 +22,7 @@ SEED = 7
 ALL_FORMS = ("replicas", "ranks", "central", "shared", "grouped", "elastic", "servers")
 USUAL = ("replicas", "ranks")
 BROAD = ("replicas", "ranks", "central", "grouped", "elastic", "servers")
+WITHOUT_SERVERS = BROAD[:-1]
 DRAWS = "random numbers are a function of the seed before the first step, the number of the step, and the replica"
 REPLICAS = {"one": 1, "replicas": 2, "ranks": 2, "central": 2, "shared": 2, "grouped": 4, "elastic": 4, "servers": 1}
 

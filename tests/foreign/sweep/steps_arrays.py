@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from programs import Net, case, plain, sgd
-from steps_states import NO_JOBS, OF_SHARES, rated
+from programs import WITHOUT_SERVERS, Net, case, plain, sgd
+from steps_states import OF_SHARES, rated
 from torch.nn import functional as F
+
+NO_JOBS = tuple(form for form in WITHOUT_SERVERS if form != "elastic")
+"""What is inside of arrays is a worker's in elastic jobs, and a function's on servers."""
 
 
 class _RunningMeanStd:

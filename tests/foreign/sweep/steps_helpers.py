@@ -12,15 +12,13 @@ import types
 from typing import Generic, TypeVar
 
 import torch
-from programs import BROAD, Net, case, random, sgd
+from programs import WITHOUT_SERVERS, Net, case, random, sgd
 from torch import nn
 from torch.nn import functional as F
 
-WITH_PROCESSES = tuple(form for form in BROAD if form != "servers")
-
 
 def helped(name, **options):
-    return case("steps", name, forms=options.pop("forms", WITH_PROCESSES), **options)
+    return case("steps", name, forms=options.pop("forms", WITHOUT_SERVERS), **options)
 
 
 def fit(run, model, optimizer, before=None, after=None, loss=None, count=6):

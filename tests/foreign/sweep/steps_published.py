@@ -6,7 +6,7 @@ import copy
 from collections import deque
 
 import torch
-from programs import BROAD, Net, case, random, sgd
+from programs import WITHOUT_SERVERS, Net, case, random, sgd
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -29,7 +29,6 @@ def fit(run, model, optimizer, before=None, count=6):
 
 # ---- optimizers whose step finds the parameters elsewhere ---------------------------------------------------------
 
-WITH_PROCESSES = tuple(form for form in BROAD if form != "servers")
 NOT_OF_THE_GROUPS = {"central": r"or a hook of it, changes parameters that it does not take from param_groups"}
 
 
@@ -172,7 +171,7 @@ class _LastGradient(torch.optim.Optimizer):
                 state["last"] = p.grad
 
 
-@case("steps", "optimizer-keeps-the-gradient-that-is-zeroed", forms=WITH_PROCESSES)
+@case("steps", "optimizer-keeps-the-gradient-that-is-zeroed", forms=WITHOUT_SERVERS)
 def optimizer_keeps_gradient(run):
     with run.scope():
         model = Net()

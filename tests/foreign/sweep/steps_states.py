@@ -7,11 +7,9 @@ import types
 from collections import Counter, OrderedDict, defaultdict
 
 import torch
-from programs import BROAD, Net, Run, case, plain, sgd
+from programs import WITHOUT_SERVERS, Net, Run, case, plain, sgd
 from torch.nn import functional as F
 
-NO_JOBS = tuple(form for form in BROAD if form not in ("elastic", "servers"))
-"""What is inside of arrays, dicts and namespaces is a worker's in elastic jobs, and a function's on servers."""
 OF_SHARES = {"reference": "ranks", "forms": ("replicas", "ranks", "central")}
 
 
@@ -35,7 +33,7 @@ def made(run, kind=dict, **others):
         return kind(model=model, optimizer=sgd(model), **others)
 
 
-@case("steps", "dict-of-state-warm-up", forms=NO_JOBS)
+@case("steps", "dict-of-state-warm-up", forms=WITHOUT_SERVERS)
 def dict_warm_up(run):
     state = made(run, step=0)
 
@@ -51,7 +49,7 @@ def dict_warm_up(run):
     return {**found, "steps": state["step"]}
 
 
-@case("steps", "dict-of-state-bias-correction", forms=NO_JOBS)
+@case("steps", "dict-of-state-bias-correction", forms=WITHOUT_SERVERS)
 def dict_adam(run):
     with run.scope():
         model = Net()
@@ -70,7 +68,7 @@ def dict_adam(run):
     return trained(run, state, step)
 
 
-@case("steps", "dict-of-state-that-changes-outside", forms=NO_JOBS)
+@case("steps", "dict-of-state-that-changes-outside", forms=WITHOUT_SERVERS)
 def dict_outside(run):
     state = made(run, OrderedDict, step=0, epoch=0, scale=1.0)
 
@@ -88,7 +86,7 @@ def dict_outside(run):
     return run.result(state["model"], steps=state["step"])
 
 
-@case("steps", "dict-of-state-gets-new-names", forms=NO_JOBS)
+@case("steps", "dict-of-state-gets-new-names", forms=WITHOUT_SERVERS)
 def dict_new_names(run):
     state = made(run)
 
@@ -104,7 +102,7 @@ def dict_new_names(run):
     return trained(run, state, step, count=len(state))
 
 
-@case("steps", "dict-of-nets-and-optimizers", forms=NO_JOBS)
+@case("steps", "dict-of-nets-and-optimizers", forms=WITHOUT_SERVERS)
 def dict_of_dicts(run):
     with run.scope():
         nets = {"one": Net(), "other": Net()}
@@ -123,7 +121,7 @@ def dict_of_dicts(run):
     return run.result(*nets.values(), calls=state["calls"])
 
 
-@case("steps", "dict-of-state-iterated-over-backward", forms=NO_JOBS)
+@case("steps", "dict-of-state-iterated-over-backward", forms=WITHOUT_SERVERS)
 def dict_iterated(run):
     with run.scope():
         model, other = Net(), Net()
@@ -205,10 +203,10 @@ def _namespace(kind):
 
 KINDS = {"simple": types.SimpleNamespace, "argparse": argparse.Namespace, "attributes": Attributes, "itself": Itself}
 for _name, _kind in KINDS.items():
-    case("steps", f"namespace-of-state-{_name}", forms=NO_JOBS)(_namespace(_kind))
+    case("steps", f"namespace-of-state-{_name}", forms=WITHOUT_SERVERS)(_namespace(_kind))
 
 
-@case("steps", "namespace-that-is-an-argument", forms=NO_JOBS)
+@case("steps", "namespace-that-is-an-argument", forms=WITHOUT_SERVERS)
 def namespace_argument(run):
     state = made(run, types.SimpleNamespace, step=0, ema=None)
 
@@ -225,7 +223,7 @@ def namespace_argument(run):
     return run.result(state.model, steps=state.step, ema=state.ema)
 
 
-@case("steps", "namespace-with-the-model", forms=NO_JOBS)
+@case("steps", "namespace-with-the-model", forms=WITHOUT_SERVERS)
 def namespace_with_model(run):
     state = made(run, types.SimpleNamespace, step=0, inner=types.SimpleNamespace(tau=1.0))
 
@@ -241,7 +239,7 @@ def namespace_with_model(run):
     return run.result(state.model, step=state.step, tau=state.inner.tau)
 
 
-@case("steps", "namespace-of-a-module", forms=NO_JOBS)
+@case("steps", "namespace-of-a-module", forms=WITHOUT_SERVERS)
 def namespace_of_a_module(run):
     class Configured(Net):
         def __init__(self, config):
@@ -263,7 +261,7 @@ def namespace_of_a_module(run):
 # ---- counters of collections --------------------------------------------------------------------------------------
 
 
-@case("steps", "counter-of-a-module", forms=NO_JOBS)
+@case("steps", "counter-of-a-module", forms=WITHOUT_SERVERS)
 def counter_of_a_module(run):
     class Counting(Net):
         def __init__(self):
