@@ -16,7 +16,7 @@ from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.base import check_pairs, place
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.strategies import reductions
+from tfstyle_dist.strategies import absent_names, reductions
 from tfstyle_dist.strategies.arguments import check_arguments
 from tfstyle_dist.values import DistributedValues, IndexedSlices, Mirrored, regroup, select_replica
 from tfstyle_dist.variables import Record, Variable, VariableComponent, find_record
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
 
 
-class StrategyExtended:
+class StrategyExtended(absent_names.AbsentExtendedNames):
     """Additional methods of a strategy, for library writers (``tf.distribute.StrategyExtended``).
 
     Args:
