@@ -133,8 +133,9 @@ def test_older_names_of_settings() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["data.Dataset", "data.AUTOTUNE", "data.experimental.AUTOTUNE", "train.ExponentialMovingAverage", "config.threading",
-     "config.experimental.enable_op_determinism", "compat.v1.logging", "tpu.experimental.embedding"],
+    ["data.Dataset", "data.AUTOTUNE", "data.experimental.AUTOTUNE", "train.ExponentialMovingAverage",
+     "config.threading", "config.experimental.enable_op_determinism", "compat.v1.logging",
+     "tpu.experimental.embedding"],
 )  # fmt: skip
 def test_what_distributes_nothing_is_looked_for_in_pytorch(line: str) -> None:
     module, name = f"tf.{line}".rsplit(".", 1)
