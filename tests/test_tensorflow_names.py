@@ -124,6 +124,25 @@ def test_settings_that_torch_has_no_need_of_are_kept() -> None:
     assert issubclass(tf.errors.AbortedError, RuntimeError)
 
 
+def test_older_names_of_settings() -> None:
+    assert tf.config.experimental.set_visible_devices is tf.config.set_visible_devices
+    assert tf.config.experimental.get_visible_devices is tf.config.get_visible_devices
+    assert tf.config.experimental_run_functions_eagerly is tf.config.run_functions_eagerly
+    assert tf.config.experimental_functions_run_eagerly is tf.config.functions_run_eagerly
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["data.Dataset", "data.AUTOTUNE", "data.experimental.AUTOTUNE", "train.ExponentialMovingAverage",
+     "config.threading", "config.experimental.enable_op_determinism", "compat.v1.logging",
+     "tpu.experimental.embedding"],
+)  # fmt: skip
+def test_what_distributes_nothing_is_looked_for_in_pytorch(line: str) -> None:
+    module, name = f"tf.{line}".rsplit(".", 1)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': .*datasets are those of PyTorch.*migrating"):
+        getattr(eval(module), name)
+
+
 def test_devices_that_cannot_be_divided_so(cpu: Any) -> None:
     with pytest.raises(ValueError, match=r"Unrecognized device: .*GPU:77.*sees \['/physical_device:CPU:0'"):
         tf.config.set_logical_device_configuration(tf.config.PhysicalDevice("/physical_device:GPU:77", "GPU"), None)

@@ -328,7 +328,6 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
         "caching_device": GRAPH,
         "variable_def": GRAPH,
         "import_scope": GRAPH,
-        "shape": GRAPH,
         "experimental_enable_variable_lifting": GRAPH,
     },
     "tf.gradients": {"gate_gradients": GRAPH},

@@ -16,6 +16,8 @@ import pytest
 from api_table import FOLDER, IN, LEFT_OUT, NO_DEFAULT, REQUIRED, SYMBOLS, port_path
 from source_tree import ROOT
 
+from tfstyle_dist.core.absent_name import AbsentName
+
 DATA = ROOT / "tests" / "data"
 RECORDED: dict[str, Any] = json.loads((DATA / "tf_api_surface.json").read_text(encoding="utf-8"))
 V1_OPTIMIZERS: dict[str, Any] = json.loads((DATA / "tf_v1_optimizers.json").read_text(encoding="utf-8"))
@@ -46,7 +48,8 @@ def own_names(owner: type) -> set[str]:
     for base in owner.__mro__:
         if base.__module__.partition(".")[0] != "tfstyle_dist":
             continue
-        names |= {*vars(base), *inspect.get_annotations(base)}
+        names |= {name for name, value in vars(base).items() if not isinstance(value, AbsentName)}
+        names |= {*inspect.get_annotations(base)}
         if inspect.isfunction(init := vars(base).get("__init__")):
             names |= {step.argval for step in dis.get_instructions(init) if step.opname == "STORE_ATTR"}
     return names

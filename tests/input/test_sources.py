@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,16 @@ def test_a_generator_is_refused_with_what_works_instead(two: td.Strategy) -> Non
     epochs = [[two.experimental_local_results(batch) for batch in dataset] for _ in range(2)]
     assert epochs[0] == epochs[1]
     assert len(epochs[0]) == 2
+
+
+def test_steps_without_an_end_repeat_the_distributed_dataset(two: td.Strategy) -> None:
+    batches = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
+    for endless in (itertools.cycle(batches), itertools.chain.from_iterable(itertools.repeat(batches))):
+        with pytest.raises(TypeError, match=r"no epochs.*itertools\.chain\.from_iterable\(itertools\.repeat\(batches"):
+            two.experimental_distribute_dataset(endless)
+    batches = two.experimental_distribute_dataset(batches)  # type: ignore[assignment]
+    steps = iter(itertools.chain.from_iterable(itertools.repeat(batches)))
+    assert [float(two.reduce("SUM", next(steps), axis=0)) for _ in range(5)] == [3.0, 7.0, 3.0, 7.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,8 @@ def test_a_distributed_dataset_is_not_divided_again(two: Any) -> None:
         (lambda s: s.experimental_distribute_dataset(loader()).shuffle, r"shuffle=True\)"),
         (lambda s: s.experimental_distribute_dataset(loader()).prefetch, "Leave the line out"),
         (lambda s: td.train.AdamOptimizer(0.1).zero_grad, "optimizer.minimize"),
+        (lambda s: s.extended.call_for_each_replica, "write strategy.run"),
+        (lambda s: s.extended.should_checkpoint, "on every worker"),
         (lambda s: td.GradientTape, "are those of PyTorch"),  # type: ignore[attr-defined]
         (lambda s: td.train.AdamOptimizer(0.1).other, "no attribute 'other'$"),  # type: ignore[attr-defined]
         (lambda s: s.other, "no attribute 'other'$"),

@@ -69,3 +69,22 @@ def test_only_variables_of_the_strategy_can_be_updated(make: Any) -> None:
 @pytest.mark.parametrize("make", PLAIN)
 def test_anything_is_updated_where_nothing_is_distributed(make: Any) -> None:
     assert make().extended.update(torch.tensor(1.0), lambda value: value + 1).item() == 2.0
+
+
+@pytest.mark.parametrize("make", [*PLAIN, *ONE_OF_MANY, lambda: td.MirroredStrategy(["cpu:0", "cpu:1"])])
+def test_parameters_are_of_the_strategy_on_one_replica_too(make: Any) -> None:
+    strategy = make()
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        for owned in (model.weight, td.Variable(0.0)):
+            assert strategy.extended.variable_created_in_scope(owned)
+            with strategy.extended.colocate_vars_with(owned):  # as optimizers make their slots
+                td.Variable(torch.zeros(1, 2))
+    elsewhere = td.MirroredStrategy(["cpu:0", "cpu:1"])
+    with elsewhere.scope():
+        foreign = torch.nn.Linear(2, 1)
+    assert not strategy.extended.variable_created_in_scope(foreign.weight)
+    with pytest.raises(ValueError, match="belongs to another strategy"):
+        strategy.extended.colocate_vars_with(torch.ones(2)).__enter__()
+    elsewhere.close()
+    strategy.close()

@@ -253,6 +253,34 @@ def test_first_values_and_rows_that_the_dtype_would_cut_off_are_refused() -> Non
     assert v.scatter_nd_update([[0]], [3]).tolist() == [3, 2]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "meant"),
+    [("int64", torch.int64), ("torch.int8", torch.int8), ("bfloat16", torch.bfloat16), (np.float64, torch.float64),
+     (np.dtype("int16"), torch.int16), (bool, torch.bool), (int, torch.int64), (float, torch.float32)],
+)  # fmt: skip
+def test_a_dtype_may_be_named_as_programs_for_tensorflow_name_it(
+    three: tfd.Strategy, dtype: Any, meant: torch.dtype
+) -> None:
+    with three.scope():
+        for value in (0, torch.tensor(False), lambda: np.zeros((), np.bool_)):
+            assert tfd.Variable(value, dtype=dtype, aggregation=SUM).dtype == meant
+    for none in ("string", "Tensor", object(), 3):
+        with pytest.raises(ValueError, match=r"dtype must be one of torch, e\.g\. torch\.float32"):
+            tfd.Variable(0, dtype=none)  # type: ignore[arg-type]
+
+
+def test_a_shape_may_be_asked_for(three: tfd.Strategy) -> None:
+    with three.scope():
+        for value, shape in ((0, ()), (0, []), ([[1, 2]], (None, 2)), (torch.ones(3), torch.Size([3]))):
+            v = tfd.Variable(value, dtype=torch.int64 if shape != torch.Size([3]) else None, shape=shape)
+            assert list(v.shape) == list(torch.as_tensor(value).shape)
+        for wrong in ((2,), (1, 1), (None, None, None)):
+            with pytest.raises(
+                ValueError, match=r"shape \(3,\) is not compatible with the explicitly supplied `shape`"
+            ):
+                tfd.Variable(lambda: [1.0, 2.0, 3.0], shape=wrong)
+
+
 def mine() -> torch.Tensor:
     return torch.tensor(float(tfd.get_replica_context().replica_id_in_sync_group + 1))
 

@@ -59,6 +59,12 @@ def exchange(
             _raise(failed + where, other["error"], error if worker == group.rank else None)
     if any(other.get("same") != told[0].get("same") for other in told):
         lines = "\n".join(f"  worker {worker}: {other.get('same')}" for worker, other in enumerate(told))
+        paths = {str(other["same"].get("path")) for other in told if isinstance(other.get("same"), dict)}
+        if len(paths) > 1:
+            lines += (
+                "\nAll give one path, on a disk that they share: the folders of their own that TensorFlow's tutorials "
+                "give to all but the chief are not needed here (docs/checkpoints.md)."
+            )
         raise CollectiveMismatchError(
             f"The workers do not make the same call, {name}:\n{lines}", [str(o) for o in told]
         )

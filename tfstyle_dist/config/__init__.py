@@ -19,6 +19,7 @@ from tfstyle_dist.config.settings import (
     set_soft_device_placement,
     set_visible_devices,
 )
+from tfstyle_dist.core.lazy import loader
 
 __all__ = [
     "LogicalDevice",
@@ -26,6 +27,8 @@ __all__ = [
     "PhysicalDevice",
     "experimental",
     "experimental_connect_to_cluster",
+    "experimental_functions_run_eagerly",
+    "experimental_run_functions_eagerly",
     "functions_run_eagerly",
     "get_logical_device_configuration",
     "get_soft_device_placement",
@@ -37,3 +40,7 @@ __all__ = [
     "set_soft_device_placement",
     "set_visible_devices",
 ]
+
+experimental_functions_run_eagerly = functions_run_eagerly  # older names
+experimental_run_functions_eagerly = run_functions_eagerly
+__getattr__ = loader(__name__, {})  # says what to write for the rest of TensorFlow's

@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import Any
 
 _HINT = (
-    ": it has what distributes the work. Tensors, layers, losses, optimizers and gradients are those of PyTorch "
-    "(docs/migrating.md)"
+    ": it has what distributes the work. Tensors, layers, losses, optimizers, gradients and datasets are those of "
+    "PyTorch (docs/migrating.md)"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,12 @@ def refuse(dataset: Any) -> None:
         raise TypeError(
             f"A {what} is not a dataset of batches. Pass torch.utils.data.TensorDataset(...) with global_batch_size=, "
             "a DataLoader, or a list of batches."
+        )
+    if isinstance(dataset, itertools.cycle | itertools.chain | itertools.repeat):
+        raise TypeError(
+            f"A {what} has no epochs that could begin anew. Distribute the DataLoader or list that it repeats; for "
+            "steps without an end, as of TensorFlow's repeat(), repeat what you get: "
+            "itertools.chain.from_iterable(itertools.repeat(batches))."
         )
     if isinstance(dataset, Iterator):
         raise TypeError(

@@ -29,3 +29,13 @@ class AbsentNames:
         )
         wait_for_everyone = AbsentName("write torch.distributed.barrier(); most programs need none")
         world_size = AbsentName("write strategy.num_replicas_in_sync")
+
+
+class AbsentExtendedNames:
+    """Base of ``StrategyExtended``: the same for what TensorFlow 1 has there."""
+
+    if not TYPE_CHECKING:
+        call_for_each_replica = AbsentName("write strategy.run(fn, args=args)")
+        read_var = AbsentName("write variable.read_value()")
+        should_checkpoint = AbsentName("call save of train.Checkpoint on every worker; strategy.is_chief is the chief")
+        should_save_summary = AbsentName("write strategy.is_chief")

@@ -16,7 +16,7 @@ from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.base import check_pairs, place
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.strategies import reductions
+from tfstyle_dist.strategies import absent_names, reductions
 from tfstyle_dist.strategies.arguments import check_arguments
 from tfstyle_dist.values import DistributedValues, IndexedSlices, Mirrored, regroup, select_replica
 from tfstyle_dist.variables import Record, Variable, VariableComponent, find_record
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
 
 
-class StrategyExtended:
+class StrategyExtended(absent_names.AbsentExtendedNames):
     """Additional methods of a strategy, for library writers (``tf.distribute.StrategyExtended``).
 
     Args:
@@ -251,8 +251,8 @@ class StrategyExtended:
         if not isinstance(v, torch.Tensor):
             raise AttributeError(f"variable_created_in_scope takes a variable, got {type(v).__name__}.")
         record = find_record(v)
-        if record is None:
-            return not self.worker.devices and isinstance(v, torch.nn.Parameter)
+        if record is None:  # one replica that needs nothing adopts no parameter
+            return not self.strategy.adopts_modules and isinstance(v, torch.nn.Parameter)
         return record.store is self.strategy.parameter_store
 
     @contextmanager
@@ -267,8 +267,8 @@ class StrategyExtended:
         Raises:
             ValueError: the variable was not created in this strategy's scope.
         """
-        record = find_record(colocate_with_variable)
-        if record is None or record.store is not self.strategy.parameter_store:
+        given = colocate_with_variable
+        if not isinstance(given, torch.Tensor) or not self.variable_created_in_scope(given):
             raise ValueError(
                 f"colocate_vars_with must be given a variable created in the scope of {self.strategy!r}; "
                 "`colocate_with_variable` belongs to another strategy or to none."

@@ -15,6 +15,7 @@ from tfstyle_dist.checkpoint import (
     load_variable,
 )
 from tfstyle_dist.cluster_resolver import ClusterSpec
+from tfstyle_dist.core.lazy import loader
 from tfstyle_dist.train import optimizer_leaf
 from tfstyle_dist.train.ftrl import FtrlOptimizer
 from tfstyle_dist.train.gradients import UnconnectedGradients, gradients
@@ -55,5 +56,7 @@ __all__ = [
     "load_checkpoint",
     "load_variable",
 ]
+
+__getattr__ = loader(__name__, {})  # says what to write for the rest of TensorFlow's
 
 optimizer_leaf.install()

@@ -15,7 +15,7 @@ from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.values import DistributedValues, PerReplica
 from tfstyle_dist.variables.component import VariableComponent
 from tfstyle_dist.variables.function_calls import give_values_to_functions
-from tfstyle_dist.variables.given_values import refuse_other_kind, tensor_of
+from tfstyle_dist.variables.given_values import dtype_of, refuse_other_kind, tensor_of
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.record import Record
 
@@ -68,17 +68,32 @@ class VariableSpec:
         initial_value: Any,
         trainable: bool | None,
         name: str | None,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | str | type[Any] | None,
         synchronization: VariableSynchronization,
         aggregation: VariableAggregation,
         constraint: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        shape: Sequence[int | None] | None = None,
     ) -> None:
-        self.constraint = constraint
-        self.initial_value, self.trainable, self.name, self.dtype = initial_value, trainable, name, dtype
+        self.constraint, self.shape = constraint, shape
+        self.initial_value, self.trainable, self.name, self.dtype = initial_value, trainable, name, dtype_of(dtype)
         self.synchronization, self.aggregation = synchronization, aggregation
 
     def initial_tensor(self) -> torch.Tensor:
         """The first value as a new tensor; a callable is called once."""
+        tensor = self._first_value()
+        if self.shape is not None:
+            asked = tuple(self.shape)
+            fits = len(asked) == tensor.dim() and all(
+                size in (None, own) for size, own in zip(asked, tensor.shape, strict=True)
+            )
+            if not fits:
+                raise ValueError(
+                    f"The initial value's shape {tuple(tensor.shape)} is not compatible with the explicitly supplied "
+                    f"`shape` argument {asked}."
+                )
+        return tensor
+
+    def _first_value(self) -> torch.Tensor:
         value = (
             self.initial_value()
             if callable(self.initial_value) and not isinstance(self.initial_value, torch.Tensor)

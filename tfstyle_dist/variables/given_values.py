@@ -14,6 +14,29 @@ from tfstyle_dist.core.errors import InvalidArgumentError
 _WHAT_TORCH_RAISES = (TypeError, ValueError, RuntimeError, OverflowError)
 
 
+def dtype_of(dtype: torch.dtype | str | type[Any] | None) -> torch.dtype | None:
+    """The dtype of torch that is meant; programs for TensorFlow also write ``"int64"``, ``np.float32`` or ``bool``.
+
+    Args:
+        dtype: one of torch, its name, or a type of numpy or Python; ``float`` is the default one of torch.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype is float:
+        return torch.get_default_dtype()
+    try:
+        name = dtype.removeprefix("torch.") if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        name = ""
+    meant = getattr(torch, name, None)
+    if not isinstance(meant, torch.dtype):
+        raise ValueError(f"dtype must be one of torch, e.g. torch.float32, or its name, got {dtype!r}.")
+    return meant
+
+
 def refuse_other_kind(told: Callable[[], str], given: torch.dtype, dtype: torch.dtype) -> None:
     """Refuses what a conversion would cut off without a word: fractions and imaginary parts, as TensorFlow does.
 

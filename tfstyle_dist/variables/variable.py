@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,14 +33,15 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
             first worker's value counts.
         trainable: whether it takes gradients; default: yes, but no for ``ON_READ`` and for integers.
         name: for messages and checkpoints; copies are called ``name``, ``name/replica_1``, ...
-        dtype: element type; default: the tensor's own, float32 for Python floats. A tensor of another type is converted
-            (TensorFlow refuses it), but floating numbers are not cut off to integers.
+        dtype: element type, also its name or numpy's; default: the tensor's own, float32 for Python floats. A tensor of
+            another type is converted (TensorFlow refuses it), but floating numbers are not cut off to integers.
         constraint: called with the value after a ``train`` optimizer has updated it, returns the value to keep, e.g. of
             a norm of at most 1; ``assign`` and optimizers of ``torch.optim``, also in ``train.Optimizer``, do not call
             it (of the latter a warning says so).
         synchronization: when the copies are made equal.
         aggregation: how values written by the replicas combine; so do those of ``v += x`` and ``v -= x``, but other
             operations in place (``v.mul_(x)``, ``v[0] = x``) change the replica's own copy alone.
+        shape: what the initial value must fit, ``None`` for any size; the variable keeps the initial value's.
 
     Raises:
         ValueError: ``NONE`` synchronization under a mirrored strategy, ``MEAN`` of integers, or a bad initial value.
@@ -60,10 +61,11 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         initial_value: Any = None,
         trainable: bool | None = None,
         name: str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | type[Any] | None = None,
         constraint: Callable[[torch.Tensor], torch.Tensor] | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
+        shape: Sequence[int | None] | None = None,
     ) -> Variable:
         """Builds what the strategy in force makes of it."""
         if not isinstance(synchronization, VariableSynchronization):
@@ -78,7 +80,7 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         if constraint is not None and not callable(constraint):
             raise ValueError(f"Argument `constraint` must be None or a callable, got {constraint!r}.")
         frame = current_frame()
-        spec = VariableSpec(initial_value, trainable, name, dtype, synchronization, aggregation, constraint)
+        spec = VariableSpec(initial_value, trainable, name, dtype, synchronization, aggregation, constraint, shape)
         if frame is None or frame.component is not None:
             return default_creator(spec)
         return frame.strategy.create_variable(spec)  # type: ignore[no-any-return]

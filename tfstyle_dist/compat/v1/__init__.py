@@ -11,6 +11,7 @@ from tfstyle_dist import (
     train,
 )
 from tfstyle_dist.compat.v1 import distribute
+from tfstyle_dist.core.lazy import loader
 from tfstyle_dist.functions import print
 from tfstyle_dist.parameter_server.client.partitioning import (
     fixed_size_partitioner,
@@ -35,3 +36,5 @@ __all__ = [
     "train",
     "variable_axis_size_partitioner",
 ]
+
+__getattr__ = loader(__name__, {})  # says what to write for the rest of TensorFlow's
