@@ -24,7 +24,7 @@ from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.carried_names import Carrying, carried_in, with_inner
 from tfstyle_dist.variables.copies import ATOMS, DICTS, WEAK, referred_to
 from tfstyle_dist.variables.stand_ins import is_record
-from tfstyle_dist.variables.state_objects import Belongs, parts_of
+from tfstyle_dist.variables.state_objects import BOXES, Belongs, parts_of
 
 _LIBRARIES = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -55,10 +55,11 @@ class Discovery:
     Attributes:
         tensors: what the function names and all replicas share, such as data; not what it is given.
         carrying: the functions that give other values to variables that they have read, and these variables' names.
+        in_order: whether what is found must come in the same order in every process: sets are not looked into.
     """
 
     def __init__(self, take: Callable[[Any, Belongs], bool], classes: bool = True) -> None:
-        self._take, self._classes = take, classes
+        self._take, self._classes, self.in_order = take, classes, False
         self.tensors: list[torch.Tensor] = []
         self.carrying: list[Carrying] = []
         # Of the user's own functions what they name; of functions of libraries nothing.
@@ -176,8 +177,8 @@ class Discovery:
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._value(part, seen, (), depth)
-        elif isinstance(value, list | tuple | dict):
-            if depth < 3:
+        elif isinstance(value, (*BOXES, frozenset)):
+            if depth < 3 and not (self.in_order and isinstance(value, set | frozenset)):
                 if isinstance(value, dict) and not self._in_arguments:
                     self._take(value, belongs)
                 for part in (parts := parts_of(value, _MOST_LOOKED_AT)):
