@@ -119,6 +119,7 @@ class Discovery:
 
         These are the methods that take the place of a library's, such as ``forward``, or that are called by no name,
         and others as soon as a function that was looked at names one: not those for another part of the program.
+        Objects that the class has, such as a descriptor that counts, are taken as if a function named them.
         """
         if not self._classes or kind in self._followed:
             return
@@ -128,6 +129,8 @@ class Discovery:
                 continue
             self._followed.add(one)
             for name, held in list(vars(one).items()):
+                if not name.startswith("__") and not _functions_of(held):
+                    self.follow(held)
                 for function in _functions_of(held):
                     if _is_library(getattr(_unwrapped(function), "__code__", function.__code__).co_filename):
                         continue
@@ -169,6 +172,9 @@ class Discovery:
             self.tensors.append(value)
         elif isinstance(value, type):
             self.follow_class(value)
+            if kind is not type:
+                self.follow_class(kind)
+            self._held_by(value, seen, depth)
         elif isinstance(value, types.FunctionType):
             self._function(value, seen)
         elif isinstance(value, types.MethodType):
@@ -191,6 +197,13 @@ class Discovery:
                 self.tensors.append(value)
         elif not self._take(value, belongs) and depth < 2:
             self._attributes(value, seen, depth)
+
+    def _held_by(self, kind: type, seen: set[int], depth: int) -> None:
+        """What a class of the program's has now, such as its only object."""
+        for one in (*kind.__mro__[:-1], type(kind)) if depth < 2 else ():
+            for name, held in list(vars(one).items()) if one in self._followed else ():
+                if type(held) not in _NOTHING and type(held) not in _LOOKED_INTO and not name.startswith("__"):
+                    self._value(held, seen, (), depth + 1)
 
     def _attributes(self, value: Any, seen: set[int], depth: int) -> None:
         """What an object holds that is no state itself."""
