@@ -71,6 +71,7 @@ class ElasticJob:
         self._states = ReplicaStates(self._contents, self._variables)
         self._votes = Votes(self._states, membership.me, replicas)
         self._contents.random, self._contents.common = self._streams, CommonObjects()
+        self._contents.discovery.in_order = True  # what is found is numbered, in every worker alike
         self._positions = positions
         self._whole = WholeState(store)
         self._handover = Handover(self._whole, self._votes, self._streams, positions, store)

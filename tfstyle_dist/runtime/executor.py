@@ -195,7 +195,7 @@ class ReplicaExecutor:
     def _fail(self, run: TurnRun, replica: int, error: BaseException) -> None:
         if run.error is None:
             error.add_note(f"[tfstyle_dist] raised in replica {replica} of {run.count} on this worker")
-            turn_reports.explain_generator(error, run.count)
+            turn_reports.explain_what_is_one(error, run.count)
         run.raised(replica, error)
 
     def _acquire_team(self) -> Team:

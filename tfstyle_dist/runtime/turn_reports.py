@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -121,17 +121,28 @@ def first_is_late(call: Call | None, deadline: Deadline, stacks: str) -> str:
     )
 
 
-def explain_generator(error: BaseException, count: int) -> None:
-    """Adds a note to the error of a replica that went on with a generator in which another one waits.
+_ONE_FOR_ALL: Mapping[tuple[type[BaseException], str], str] = {
+    (ValueError, "generator already executing"): "The replicas of one process share a generator: while one of them "
+    "waits for the others in it, as in backward(), no other one can go on with it. Write the step as a function that "
+    "is called for each batch, and keep what goes on from step to step in attributes of a module, or of an object that "
+    "holds the model and the optimizer (docs/replicas.md).",
+    (RuntimeError, "This event loop is already running"): "The replicas of one process share an event loop: while one "
+    "of them waits for the others in it, as in backward(), no other one can run it. Write asyncio.run(...) in the "
+    "step, which makes a loop for each call, or call backward() outside of the coroutine (docs/replicas.md).",
+    (RuntimeError, "Nested forward mode AD is not supported at the moment"): "torch has one level of forward mode for "
+    "the process: while one replica waits for the others in dual_level(), as in backward() or all_reduce(), no other "
+    "one can enter it. Leave it before, or use torch.func.jvp (docs/replicas.md).",
+}
+"""What is said of errors that come of what is one for all replicas of a process, by class and message."""
+
+
+def explain_what_is_one(error: BaseException, count: int) -> None:
+    """Adds a note to the error of a replica that used something in which another one waits, such as a generator.
 
     Args:
         error: which a step function raised.
         count: the replicas of this process.
     """
-    if count > 1 and isinstance(error, ValueError) and error.args == ("generator already executing",):
-        error.add_note(
-            "[tfstyle_dist] The replicas of one process share a generator: while one of them waits for the others in "
-            "it, as in backward(), no other one can go on with it. Write the step as a function that is called for "
-            "each batch, and keep what goes on from step to step in attributes of a module, or of an object that holds "
-            "the model and the optimizer (docs/replicas.md)."
-        )
+    why = next((why for (kind, said), why in _ONE_FOR_ALL.items() if type(error) is kind and error.args == (said,)), "")
+    if count > 1 and why:
+        error.add_note(f"[tfstyle_dist] {why}")

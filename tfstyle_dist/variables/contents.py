@@ -109,7 +109,7 @@ class ReplicaContents:
         if begins:
             self.random.begin()
             self.settings.begin(self._things, self._places)
-            self._marks.begin()
+            self._marks.begin(self._things)
         if self._failed:
             self._spreader.copy_all(self._things, self._others)
         if (changed := self._marks.changed(self._things)) is not None:
@@ -127,6 +127,7 @@ class ReplicaContents:
         if ran:
             self._shared.say_written()
             self._marks.say_changed_data(self._things)
+            self._marks.say_changed_kinds(self._things)
         self._marks.renew(self._things)
         if self.common is None and self._counterparts.find(self._things, self._others):
             self._marks.renew_all(self._things)

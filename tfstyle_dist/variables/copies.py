@@ -40,6 +40,7 @@ _READ = "__new__", "__len__", "__iter__", "__getitem__"
 _copied: set[type] = {*CONTAINERS, collections.Counter}  # and a library's own: see count_as_containers
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Buffer})
 OWN_GENERATORS = ("numpy.random._generator", "numpy.random.mtrand")
+"""The modules of numpy's generators of random numbers."""
 
 
 def count_as_containers(*kinds: type) -> None:
@@ -50,6 +51,13 @@ def count_as_containers(*kinds: type) -> None:
             the entries of another one; attributes beside the entries are the same in the copies.
     """
     _copied.update(kinds)
+
+
+def is_own_generator(value: Any) -> bool:
+    """Whether this is a generator of random numbers, Python's or numpy's, with a state of its own."""
+    kind = type(value)
+    own = issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom)
+    return own or kind.__module__ in OWN_GENERATORS
 
 
 def referred_to(value: Any) -> Any:
@@ -95,6 +103,7 @@ class Copier:
         known: what the replica already has, by the ``id`` of what replica 0 has.
         same: as ``known``; none of it is copied.
         place: says which device the replica has in the place of one.
+        in_order: whether what comes in no order is not looked into: sets.
     """
 
     def __init__(
@@ -104,16 +113,18 @@ class Copier:
         known: dict[int, tuple[Any, Any]] | None = None,
         same: Mapping[int, tuple[Any, Any]] = types.MappingProxyType({}),
         place: Callable[[torch.device], torch.device] = lambda device: device,
+        in_order: bool = False,
     ) -> None:
-        self._take, self._copy, self._place = take, copy, place
+        self._take, self._copy, self._place, self._in_order = take, copy, place, in_order
         self._known, self._same = {} if known is None else known, same
         self._among = 0  # how many are in the longest container around
 
     def __call__(self, value: Any) -> Any:
         """The replica's value."""
         kind = type(value)
-        if kind in ATOMS or issubclass(kind, types.ModuleType):  # which may load itself when it is asked
-            if kind in WEAK and not isinstance(meant := referred_to(value), torch.Tensor | None):
+        # A module may load itself when it is asked; a ``WeakMethod`` is a reference of its own class.
+        if kind in ATOMS or issubclass(kind, (types.ModuleType, *WEAK)):
+            if issubclass(kind, WEAK) and not isinstance(meant := referred_to(value), torch.Tensor | None):
                 self._take(meant)
             elif kind in NAMING:
                 self._take(value)
@@ -133,9 +144,12 @@ class Copier:
         if isinstance(value, functools.partial):
             self(value.args), self(value.func), self(value.keywords)
             return value
+        if kind is frozenset:
+            self._take_parts(value)
+            return value
         if isinstance(value, RemovableHandle):
             return self._handle(value)
-        if isinstance(value, random.Random) or kind.__module__ in OWN_GENERATORS:
+        if is_own_generator(value):
             return self._note(value, copy.deepcopy(value))
         if not is_record(value, self._among):
             self._take(value)
@@ -173,6 +187,7 @@ class Copier:
                 known = self._known.get(id(key)) if isinstance(key, torch.nn.Parameter) else None
                 own[key if known is None else known[1]] = self(entry)
         elif isinstance(value, set):
+            self._take_parts(value)
             own.update(value)
         else:
             own.extend(self(entry) for entry in list(value))
@@ -180,10 +195,18 @@ class Copier:
             own.__dict__.update(value.__dict__)
         return own
 
+    def _take_parts(self, value: set[Any] | frozenset[Any]) -> None:
+        """What is in a set stays the same objects."""
+        for part in () if self._in_order else list(value):
+            if not isinstance(part, torch.Tensor | tuple):
+                self(part)
+
     def _with_attributes(self, value: Any) -> Any:
         """None of the methods of its class is called."""
         base = next(base for base in _SEQUENCES if isinstance(value, base))
         own = self._note(value, base.__new__(type(value)))
+        if base is set:
+            self._take_parts(value)
         entries = list(value) if base is set else [self(entry) for entry in list(value)]
         base.__init__(own, entries, *([value.maxlen] if base is collections.deque else ()))
         own.__dict__.update({name: self(held) for name, held in list(value.__dict__.items())})

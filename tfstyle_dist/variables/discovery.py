@@ -25,7 +25,7 @@ from tfstyle_dist.variables.carried_names import Carrying, carried_in, with_inne
 from tfstyle_dist.variables.copies import ATOMS, DICTS, WEAK, referred_to
 from tfstyle_dist.variables.iterators import is_iterator
 from tfstyle_dist.variables.stand_ins import is_record
-from tfstyle_dist.variables.state_objects import Belongs, parts_of
+from tfstyle_dist.variables.state_objects import BOXES, Belongs, parts_of
 
 _LIBRARIES = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -57,10 +57,11 @@ class Discovery:
         tensors: what the function names and all replicas share, such as data; not what it is given.
         carrying: the functions that give other values to variables that they have read, and these variables' names.
         iterators: what the function names of them; not what it is given.
+        in_order: whether what is found must come in the same order in every process: sets are not looked into.
     """
 
     def __init__(self, take: Callable[[Any, Belongs], bool], classes: bool = True) -> None:
-        self._take, self._classes = take, classes
+        self._take, self._classes, self.in_order = take, classes, False
         self.tensors: list[torch.Tensor] = []
         self.carrying: list[Carrying] = []
         self.iterators: list[Any] = []
@@ -121,6 +122,7 @@ class Discovery:
 
         These are the methods that take the place of a library's, such as ``forward``, or that are called by no name,
         and others as soon as a function that was looked at names one: not those for another part of the program.
+        Objects that the class has, such as a descriptor that counts, are taken as if a function named them.
         """
         if not self._classes or kind in self._followed:
             return
@@ -130,6 +132,8 @@ class Discovery:
                 continue
             self._followed.add(one)
             for name, held in list(vars(one).items()):
+                if not name.startswith("__") and not _functions_of(held):
+                    self.follow(held)
                 for function in _functions_of(held):
                     if _is_library(getattr(_unwrapped(function), "__code__", function.__code__).co_filename):
                         continue
@@ -171,6 +175,9 @@ class Discovery:
             self.tensors.append(value)
         elif isinstance(value, type):
             self.follow_class(value)
+            if kind is not type:
+                self.follow_class(kind)
+            self._held_by(value, seen, depth)
         elif isinstance(value, types.FunctionType):
             self._function(value, seen)
         elif isinstance(value, types.MethodType):
@@ -179,8 +186,8 @@ class Discovery:
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._value(part, seen, (), depth)
-        elif isinstance(value, list | tuple | dict):
-            if depth < 3:
+        elif isinstance(value, (*BOXES, frozenset)):
+            if depth < 3 and not (self.in_order and isinstance(value, set | frozenset)):
                 if isinstance(value, dict) and not self._in_arguments:
                     self._take(value, belongs)
                 for part in (parts := parts_of(value, _MOST_LOOKED_AT)):
@@ -195,6 +202,13 @@ class Discovery:
             self.iterators += () if self._in_arguments else (value,)
         elif not self._take(value, belongs) and depth < 2:
             self._attributes(value, seen, depth)
+
+    def _held_by(self, kind: type, seen: set[int], depth: int) -> None:
+        """What a class of the program's has now, such as its only object."""
+        for one in (*kind.__mro__[:-1], type(kind)) if depth < 2 else ():
+            for name, held in list(vars(one).items()) if one in self._followed else ():
+                if type(held) not in _NOTHING and type(held) not in _LOOKED_INTO and not name.startswith("__"):
+                    self._value(held, seen, (), depth + 1)
 
     def _attributes(self, value: Any, seen: set[int], depth: int) -> None:
         """What an object holds that is no state itself."""

@@ -1,4 +1,4 @@
-"""What is inside of objects that stay, and is exchanged: elements of arrays, entries of a trainer's dict, slots.
+"""What is inside of objects that stay, and is exchanged: elements, random streams, entries of a trainer's dict, slots.
 
 A dict and a ``types.SimpleNamespace`` have no attributes that could be exchanged. All replicas begin with the same
 entries, and each goes on from there.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.runtime.random_streams import is_of_the_streams
-from tfstyle_dist.variables.copies import ATOMS, DICTS, is_container
+from tfstyle_dist.variables.copies import ATOMS, DICTS, is_container, is_own_generator
 from tfstyle_dist.variables.generator_states import GeneratorStates
 from tfstyle_dist.variables.object_content import when_gone
 from tfstyle_dist.variables.own_arrays import OwnArrays, is_common, is_own_array
@@ -46,7 +46,7 @@ def has_entries(value: Any, part: Belongs, arrays: bool = True) -> bool:
     Args:
         value: anything.
         part: what it was found in.
-        arrays: whether replicas have elements of their own in small arrays.
+        arrays: whether replicas have elements of their own in small arrays, and streams of random numbers.
     """
     if not issubclass(type(value), _SPACES):
         return False
@@ -98,7 +98,7 @@ class HeldInside:
 
     Attributes:
         generators: their states.
-        same: of the last three what other replicas have in their place, by ``id``: the same.
+        same: of all others what other replicas have in their place, by ``id``: the same.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class HeldInside:
         let_go: Callable[[int], None],
     ) -> None:
         self._count, self._places, self._take, self._let_go = count, places, take, let_go
-        self.generators, self._arrays = GeneratorStates(), OwnArrays(let_go)
+        self.generators, self._arrays = GeneratorStates(), OwnArrays(self._forget)
         self._stand_ins: dict[int, StandIn] = {}  # by the ``id`` of the object; exchanged as other objects are
         self.same: dict[int, tuple[Any, Any]] = {}
 
@@ -119,7 +119,7 @@ class HeldInside:
         Args:
             value: any object.
             part: what it was found in.
-            arrays: whether replicas have elements of their own in small arrays.
+            arrays: whether replicas have elements of their own in small arrays, and streams of random numbers.
             generators_alone: all else is as it is for any object.
         """
         if isinstance(value, torch.Generator):
@@ -129,8 +129,8 @@ class HeldInside:
             return True
         if generators_alone:
             return False
-        if arrays and is_own_array(value):
-            self._arrays.add(value, self._count)
+        if arrays and (is_own_array(value) or is_own_generator(value)):
+            self.same[id(value)] = self._arrays.add(value, self._count)
         elif (stand_in := _stand_in(value, part, arrays)) is not None:
             self.same[id(value)], self._stand_ins[id(value)] = stand_in.same, stand_in
             self._take(stand_in, max(part, belongings(stand_in)))
@@ -138,6 +138,10 @@ class HeldInside:
             return False
         self._places[id(value)] = True
         return True
+
+    def _forget(self, number: int) -> None:
+        self.same.pop(number, None)
+        self._let_go(number)
 
     def switch(self, before: int, after: int) -> None:
         """All have what replica ``before`` has made of them; they get that of ``after``."""
@@ -172,7 +176,7 @@ class HeldInside:
 
     def clear(self) -> None:
         """Nobody asks for what this holds any more."""
-        for number in [*self._stand_ins, *(id(kept.array) for kept in self._arrays.kept)]:
+        for number in [*self._stand_ins, *(id(kept.value) for kept in self._arrays.kept)]:
             del self._places[number]
         self._stand_ins.clear()
         self._arrays.kept = []

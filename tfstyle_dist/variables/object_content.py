@@ -190,10 +190,26 @@ class ObjectMarks:
     def __init__(self) -> None:
         self._all: AllObjects | None = None
         self._data: list[tuple[Any, tuple[int, Any]]] = []  # too long to be state; its end when the run began
+        self._kinds: list[type] = []
 
-    def begin(self) -> None:
-        """A run begins."""
+    def begin(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
+        """A run begins, with these objects."""
+        self._kinds = [type(thing) for thing, _ in things]
         self._data = [] if self._all is None else [(box, _end_of(box)) for box in self._all.data]
+
+    def say_changed_kinds(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
+        """Says it, once, where a step gave another class to an object; ``things``: those of the run, and new ones."""
+        for (thing, _), kind in zip(things, self._kinds, strict=False):
+            if type(thing) is not kind:
+                warn_once(
+                    f"class {kind.__qualname__}",
+                    f"A step made an object of the class {kind.__qualname__} one of the class "
+                    f"{type(thing).__qualname__}. An object has one class for all replicas of a process: from then on "
+                    "the others found the new one too, also in the step in which processes would still have the old "
+                    "one. Keep what changes in an attribute, such as self.state = Trained(), or set the class outside "
+                    "of strategy.run (docs/replicas.md).",
+                )
+        self._kinds = []
 
     def say_changed_data(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
         """Says it, once, where a step added to a container that the replicas share, because it is that long."""

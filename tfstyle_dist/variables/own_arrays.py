@@ -1,7 +1,12 @@
-"""Numpy arrays of few numbers: each replica has elements of its own in them. Longer ones are data, one for all."""
+"""What is inside of numpy arrays of few numbers, and of Python's and numpy's generators: each replica has its own.
+
+Longer arrays are data, one for all.
+"""
 
 from __future__ import annotations
 
+import pickle
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -46,16 +51,19 @@ def is_own_array(value: Any) -> bool:
 
 
 class _Kept:
-    """One array: its elements for each replica, and what cross-replica context had when a run ended."""
+    """One array or generator: what is in it for each replica, and what cross-replica context had when a run ended."""
 
-    __slots__ = ("array", "mark", "values")
+    __slots__ = ("look", "mark", "read", "same", "value", "values", "write")
 
-    def __init__(self, array: np.ndarray[Any, Any], count: int) -> None:
-        self.array, self.values, self.mark = array, [array.copy()] * count, _look(array)
+    def __init__(self, value: Any, count: int) -> None:
+        kind = next(kind for kind in _IN_PLACE if isinstance(value, kind))
+        self.read, self.write, self.look = _IN_PLACE[kind]
+        self.value, self.values, self.mark = value, [self.read(value)] * count, self.look(value)
+        self.same = value, value
 
 
 class OwnArrays:
-    """The arrays whose elements are exchanged when the turn passes.
+    """The arrays whose elements, and the generators of Python and numpy whose states, are exchanged in each turn.
 
     Numpy resizes no array that something refers to weakly, so they are held until a run finds that nobody else does.
 
@@ -70,30 +78,37 @@ class OwnArrays:
         self._let_go = let_go
         self.kept: list[_Kept] = []
 
-    def add(self, array: np.ndarray[Any, Any], count: int) -> None:
-        """Gives each of ``count`` replicas the elements that an array has, one for which ``is_own_array`` is true."""
-        self.kept.append(_Kept(array, count))
-
-    def switch(self, before: int, after: int) -> None:
-        """The arrays have the elements of replica ``before``; they get those of ``after``."""
-        for kept in self.kept:
-            kept.values[before] = kept.array.copy()
-            _write(kept.array, kept.values[after])
-
-    def renew(self, everything: bool) -> None:
-        """Arrays that cross-replica context has written to are as it left them for all replicas.
+    def add(self, value: Any, count: int) -> tuple[Any, Any]:
+        """Gives each replica what is in an array or generator now, and returns what others have in its place: the same.
 
         Args:
-            everything: all arrays are.
+            value: for which ``is_own_array`` or ``is_own_generator`` is true.
+            count: of the replicas.
+        """
+        self.kept.append(_Kept(value, count))
+        return self.kept[-1].same
+
+    def switch(self, before: int, after: int) -> None:
+        """They have what replica ``before`` has made of them; they get that of ``after``."""
+        for kept in self.kept:
+            kept.values[before] = kept.read(kept.value)
+        for kept in self.kept:  # then: two generators of numpy may draw from one stream
+            kept.write(kept.value, kept.values[after])
+
+    def renew(self, everything: bool) -> None:
+        """What cross-replica context has written to is as it left it for all replicas.
+
+        Args:
+            everything: all are.
         """
         for kept in self.kept:
-            if everything or _look(kept.array) != kept.mark:
-                kept.values[:] = [kept.array.copy()] * len(kept.values)
+            if everything or kept.look(kept.value) != kept.mark:
+                kept.values[:] = [kept.read(kept.value)] * len(kept.values)
 
     def mark(self) -> None:
-        """Remembers the elements as they are."""
+        """Remembers all as they are."""
         for kept in self.kept:
-            kept.mark = _look(kept.array)
+            kept.mark = kept.look(kept.value)
 
     def drop_dead(self) -> None:
         """Forgets those that nobody else holds."""
@@ -101,7 +116,7 @@ class OwnArrays:
         if gone:
             self.kept = [kept for kept in self.kept if kept not in gone]
             for kept in gone:
-                self._let_go(id(kept.array))
+                self._let_go(id(kept.value))
 
 
 def _look(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
@@ -113,8 +128,33 @@ def _write(array: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
         array[...] = values.reshape(array.shape)
 
 
+def _state(generator: np.random.Generator) -> Any:
+    return generator.bit_generator.state
+
+
+def _set_state(generator: np.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+def _old_state(generator: np.random.RandomState) -> Any:
+    return generator.get_state(legacy=False)
+
+
+_IN_PLACE: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None], Callable[[Any], Any]]] = {
+    np.ndarray: (np.ndarray.copy, _write, _look),
+    random.Random: (random.Random.getstate, random.Random.setstate, random.Random.getstate),
+    np.random.Generator: (_state, _set_state, lambda generator: pickle.dumps(_state(generator))),
+    np.random.RandomState: (
+        _old_state,
+        np.random.RandomState.set_state,
+        lambda generator: pickle.dumps(_old_state(generator)),
+    ),
+}
+"""How to read, to write and to compare what is in objects of a class."""
+
+
 def _references(kept: _Kept) -> int:
-    return sys.getrefcount(kept.array)
+    return sys.getrefcount(kept.value)
 
 
 _ALONE = _references(_Kept(np.zeros(1), 1))

@@ -71,7 +71,8 @@ class Spreader:
             return self._twins.copy(replica, value, self._device(replica, value.device))
 
         place = partial(self._place, replica)
-        return Copier(partial(self._take_found, part=parts), copy, self._known[replica], self._same, place)
+        take, in_order = partial(self._take_found, part=parts), self.discovery.in_order
+        return Copier(take, copy, self._known[replica], self._same, place, in_order)
 
     def _place(self, replica: int, device: torch.device) -> torch.device:
         """What a replica has in the place of a device that an object names, such as that of its tensors."""

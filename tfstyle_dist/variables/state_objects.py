@@ -193,11 +193,11 @@ def _has_content(thing: Any) -> bool:
 
 
 def parts_of(value: Any, most: int) -> list[Any]:
-    """What a list, a tuple, a dict, a set or a deque holds, if that is not more than so much.
+    """What a list, a tuple, a dict, a set, a frozen one or a deque holds, if that is not more than so much.
 
     Methods of a class of its own are not called: they may make, or import, what they return.
     """
-    kind: Any = next(k for k in BOXES if isinstance(value, k))
+    kind: Any = next(k for k in (*BOXES, frozenset) if isinstance(value, k))
     if kind.__len__(value) > most:
         return []
     return list(dict.values(value) if isinstance(value, dict) else kind.__iter__(value))

@@ -65,6 +65,7 @@ TABLES = {
         "steps_wrapped",
         "steps_published",
         "steps_helpers",
+        "steps_named",
     ),
     "torch": ("optimizers_torch", "schedulers"),
     "transformers": ("models_transformers",),
