@@ -23,6 +23,7 @@ from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import COMPUTE, UPDATE, Clock
 from tfstyle_dist.runtime.context import StrategyInForce, current_replica, replica_of
 from tfstyle_dist.variables.known_tensors import find_record
+from tfstyle_dist.variables.read_without_graph import say_without_gradient
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.state_objects import optimized_by
 from tfstyle_dist.variables.store import ParameterStore
@@ -226,6 +227,7 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         )
     if in_run:
         say_divided_twice(optimizer, owner.records)
+    say_without_gradient((record, record.component().grad) for record in owner.records if record.kind == "variable")
     runner: UpdateRunner | None = None if strategy is None else strategy.update_runner
     if runner is None:
         return None

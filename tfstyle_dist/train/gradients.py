@@ -13,6 +13,7 @@ from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.gradients.by_examples import leaves_of
 from tfstyle_dist.ops import aggregate_columns
 from tfstyle_dist.variables import find_record
+from tfstyle_dist.variables.read_without_graph import say_without_gradient
 from tfstyle_dist.variables.record import raw
 from tfstyle_dist.variables.replicated import Replicated
 
@@ -88,6 +89,7 @@ def gradients(
             found = aggregate_columns([[p[i] for p in parts] for i in range(len(inputs))], method)
         else:
             found = _grad(outputs, inputs, seeds, keep=True)
+    say_without_gradient((find_record(x), gradient) for x, gradient in zip(inputs, found, strict=True))
     if unconnected is UnconnectedGradients.ZERO:
         return [torch.zeros_like(_leaf(x)) if g is None else g for g, x in zip(found, inputs, strict=True)]
     return found

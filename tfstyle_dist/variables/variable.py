@@ -15,6 +15,7 @@ from tfstyle_dist.variables.common_objects import in_elastic_job
 from tfstyle_dist.variables.component import read_across_replicas
 from tfstyle_dist.variables.creation import VariableSpec, copy_variable, default_creator
 from tfstyle_dist.variables.number_methods import NumberMethods
+from tfstyle_dist.variables.read_without_graph import note_read
 from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.rows import RowMethods
@@ -101,6 +102,8 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
     def value(self) -> torch.Tensor:
         """The value in the calling context, a new tensor that takes no gradients; ``read_value`` is the same.
 
+        A loss is computed from the variable itself.
+
         In replica context it is that of the replica's own copy. Elsewhere it is the first copy's; of an ``ON_READ``
         variable the copies of all replicas combine by ``aggregation``, which is collective over the workers.
 
@@ -111,6 +114,8 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
             >>> Variable([1.0, 2.0]).value()
             tensor([1., 2.])
         """
+        if self.trainable:
+            note_read(self._tfstyle_record)
         return self._tfstyle_value().detach().clone()
 
     read_value = value
