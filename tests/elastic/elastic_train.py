@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 import types
-import weakref
 from collections import deque
 from typing import Any
 
@@ -50,7 +49,6 @@ class Joint(torch.nn.Module):
         self.calls = self.first_calls = 0
         self.recent: deque[float] = deque(maxlen=3)
         self.meter, self.space = Meter(), types.SimpleNamespace(decayed=1.0)
-        self.calls_of = weakref.WeakKeyDictionary({self.last: 0})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -65,13 +63,12 @@ class Joint(torch.nn.Module):
             self.meter.calls += 1
             self.meter.last = hidden.detach().sum()
             self.space.decayed *= 0.9
-            self.calls_of[self.last] += 1
         everyone = context.all_gather(hidden, axis=0)
         turned = context.all_reduce("SUM", self.table.weight.detach().t() * (1 + self.first_calls / 7)).norm()
         merged = context.merge_call(
             lambda strategy, value: strategy.reduce("SUM", value, axis=None), args=(hidden.detach().sum(),)
         )
-        own = self.meter.calls + self.space.decayed + self.calls_of[self.last]
+        own = self.meter.calls + self.space.decayed
         if self.meter.last is not None:
             own = own + self.meter.last
         return self.last(hidden + mean + everyone.mean(0) * own) + (merged + turned + sum(self.recent)) * 1e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -166,6 +167,41 @@ class Holder:
         self.__dict__.update(attributes)
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    calls: int
+    last: Any = None
+
+
+class Plain:
+    def __init__(self, calls: int, last: Any = None) -> None:
+        self.calls, self.last = calls, last
+
+
+@pytest.mark.parametrize("kind", [Plain, Slotted])
+@pytest.mark.parametrize("last", [None, "tensor"])
+@pytest.mark.parametrize("makes", [[1], [1, 2, 3]], ids=["once", "always"])
+def test_a_step_that_is_done_again_after_one_that_made_an_object(
+    strategy: Any, kind: Any, last: Any, makes: list[int]
+) -> None:
+    with strategy.scope():
+        trainer = Holder(model=torch.nn.Linear(1, 1), counter=kind(0))
+    fails: list[bool] = []
+
+    def step() -> int:
+        trainer.counter.calls += 1
+        if trainer.counter.calls in makes:
+            trainer.counter = kind(trainer.counter.calls, None if last is None else torch.ones(1))
+        if fails and fails.pop():
+            raise MembershipChanged("another worker died")
+        return trainer.counter.calls
+
+    strategy.run(step)
+    fails[:] = [False, False, True, False]  # the second replica has counted by then
+    assert set(strategy.experimental_local_results(strategy.run(step))) == {2}
+    assert set(strategy.experimental_local_results(strategy.run(step))) == {3}
+
+
 def _made(what: str, model: torch.nn.Module) -> Any:
     layer = torch.nn.Linear(2, 1)
     return {
@@ -175,10 +211,11 @@ def _made(what: str, model: torch.nn.Module) -> Any:
         "in a list": [1, {"teacher": layer}],
         "in a deque": deque([layer]),
         "held": Holder(layer=layer),
+        "in slots": Slotted(0, layer),
     }[what]
 
 
-@pytest.mark.parametrize("what", ["module", "parameter", "optimizer", "in a list", "in a deque", "held"])
+@pytest.mark.parametrize("what", ["module", "parameter", "optimizer", "in a list", "in a deque", "held", "in slots"])
 @pytest.mark.parametrize("first", [0, 2])
 def test_what_a_step_makes_and_keeps_is_refused(strategy: Any, what: str, first: int) -> None:
     with strategy.scope():

@@ -64,3 +64,20 @@ def test_the_class_of_a_module(strategy: Any, caplog: pytest.LogCaptureFixture) 
     strategy.run(step)
     assert caplog.text.count("A step made") == (strategy.num_replicas_in_sync > 1)
     assert (SAID.format("Linear", "Scaled") in caplog.text) == (strategy.num_replicas_in_sync > 1)
+
+
+def test_it_is_said_after_joint_work_too(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class State(Cold):
+        pass
+
+    with strategy.scope():
+        model, state = nn.Linear(1, 1), State()
+
+    def step() -> None:
+        td.get_replica_context().merge_call(lambda _: None)  # type: ignore[union-attr]
+        state.__class__ = Warm
+        model.last = state
+
+    strategy.run(lambda: (model(torch.ones(1, 1)), state))
+    strategy.run(step)
+    assert ("one of the class Warm" in caplog.text) == (strategy.num_replicas_in_sync > 1)

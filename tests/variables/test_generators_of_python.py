@@ -46,6 +46,21 @@ def test_a_generator_that_a_step_names(strategy: Any, kind: str) -> None:
     assert _each(strategy, lambda: [draw(generator)]) == [expected] * 2
 
 
+def test_a_generator_of_a_class_of_the_program(strategy: Any) -> None:
+    class Counting(random.Random):
+        def __init__(self) -> None:
+            self.drawn = 0.0
+            super().__init__()
+
+        def random(self) -> float:
+            self.drawn += 0.125
+            return self.drawn
+
+    generator = Counting()
+    for expected in (0.125, 0.25):
+        assert _each(strategy, lambda: [generator.random()]) == [[expected]] * 2
+
+
 @pytest.mark.parametrize("kind", MADE)
 def test_draws_on_both_sides_of_a_call_that_all_make(strategy: Any, kind: str) -> None:
     make, draw = MADE[kind]

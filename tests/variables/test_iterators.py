@@ -96,6 +96,36 @@ def test_each_value_shows_how_far_an_iterator_is(kind: str) -> None:
         assert Position.of(iterator) != before
 
 
+def nested(depth: int) -> Iterator[Any]:
+    return zip(*(nested(depth - 1) for _ in range(30)), strict=True) if depth else iter([0, 0])
+
+
+def of_many_values() -> Iterator[Any]:
+    held = [nested(0) for _ in range(300)]
+    _0, _1 = iter(held), iter(tuple(held))
+    text = "x" * 100_000
+    yield held, text, _0, _1
+
+
+@pytest.mark.parametrize("make", [lambda: iter((0,) * 100_000), lambda: nested(3), of_many_values])
+def test_not_more_is_looked_at_than_takes_no_time(make: Callable[[], Iterator[Any]]) -> None:
+    iterator = make()
+    next(iterator)
+    assert len(Position.of(iterator)) < 20_000
+
+
+class OddModule:
+    def __next__(self) -> int:
+        return 0
+
+
+OddModule.__module__ = None  # type: ignore[assignment]
+
+
+def test_a_class_without_a_module() -> None:
+    assert not is_iterator(OddModule)
+
+
 @pytest.mark.parametrize("where", [in_closure, in_global, in_list, in_default])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_iterator_that_each_replica_asks_is_said_once(kind: str, where: Any, caplog: Any) -> None:

@@ -14,7 +14,8 @@ import torch
 
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, MOST_ENTRIES
-from tfstyle_dist.variables.state_objects import is_state
+from tfstyle_dist.variables.stand_ins import StandIn, set_attributes
+from tfstyle_dist.variables.state_objects import Belongs, is_state, stand_in_for
 
 
 class HeldValues:
@@ -44,6 +45,7 @@ class HeldValues:
         self._sets: list[tuple[set[Any], list[Any]]] = []
         self._long: list[tuple[Any, int]] = []
         self._of_graphs: list[torch.Tensor] = []
+        self._stand_ins: list[tuple[StandIn, dict[str, Any]]] = []
         for root in roots:
             self._look_at(root)
         self._dict_sizes, self._list_sizes = list(map(len, self._dicts)), list(map(len, self._lists))
@@ -71,8 +73,12 @@ class HeldValues:
         elif isinstance(value, random.Random):
             self._seen.add(id(value))
             self.randoms.append(value)
-        elif is_state(value):  # such as an optimizer puts into its state in a step
+        elif is_state(value, Belongs.BESIDE):  # such as a step has made
             self._look_at(value.__dict__)
+        elif (stand_in := stand_in_for(value, Belongs.BESIDE)) is not None:
+            self._seen.add(id(value))
+            self._stand_ins.append((stand_in, stand_in.__dict__))
+            self._look_at(stand_in.__dict__)
 
     def _look_into(self, box: Any) -> None:
         if len(box) > MOST_ENTRIES:
@@ -90,6 +96,8 @@ class HeldValues:
 
     def same(self, roots: Sequence[dict[str, Any]], parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the same would be found from these on."""
+        for stand_in, _ in self._stand_ins:
+            stand_in.__dict__  # noqa: B018  # which brings the same dict up to date
         return (
             len(roots) == len(self._roots)
             and all(map(is_, roots, self._roots))
@@ -121,6 +129,8 @@ class HeldValues:
         for members, had in self._sets:
             members.clear()
             members.update(had)
+        for stand_in, attributes in self._stand_ins:
+            set_attributes(stand_in, attributes)
         for box, size in self._long:
             if len(box) != size:
                 warn_once(

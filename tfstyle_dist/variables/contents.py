@@ -109,7 +109,7 @@ class ReplicaContents:
         if begins:
             self.random.begin()
             self.settings.begin(self._things, self._places)
-            self._marks.begin(self._things)
+            self._marks.begin()
         if self._failed:
             self._spreader.copy_all(self._things, self._others)
         if (changed := self._marks.changed(self._things)) is not None:
@@ -119,6 +119,7 @@ class ReplicaContents:
         self._spreader.renew_views(left, self._things, self._others)
         self._inside.renew(everything=self._failed)
         self._buffers.lend(self._things)
+        self._marks.note_kinds(self._things)
         self._failed = False
 
     def leave(self, ran: bool = True) -> None:
@@ -126,8 +127,7 @@ class ReplicaContents:
         self._buffers.take_back()
         if ran:
             self._shared.say_written()
-            self._marks.say_changed_data(self._things)
-            self._marks.say_changed_kinds(self._things)
+            self._marks.say_changed(self._things)
         self._marks.renew(self._things)
         if self.common is None and self._counterparts.find(self._things, self._others):
             self._marks.renew_all(self._things)

@@ -25,7 +25,7 @@ from tfstyle_dist.variables.carried_names import Carrying, carried_in, with_inne
 from tfstyle_dist.variables.copies import ATOMS, DICTS, WEAK, referred_to
 from tfstyle_dist.variables.iterators import is_iterator
 from tfstyle_dist.variables.stand_ins import is_record
-from tfstyle_dist.variables.state_objects import BOXES, Belongs, parts_of
+from tfstyle_dist.variables.state_objects import BOXES, FEW, Belongs, parts_of
 
 _LIBRARIES = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -35,6 +35,7 @@ _LIBRARIES = (
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of a path: a user's own packages, those of a system, and those of other environments."""
 _MOST_LOOKED_AT = 256
+_Names = tuple[tuple[str, ...], ...]
 _WRAPPERS: tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...] = (
     ((staticmethod, classmethod), ("__func__",)),
     (property, ("fget", "fset")),
@@ -57,7 +58,7 @@ class Discovery:
         tensors: what the function names and all replicas share, such as data; not what it is given.
         carrying: the functions that give other values to variables that they have read, and these variables' names.
         iterators: what the function names of them; not what it is given.
-        in_order: whether what is found must come in the same order in every process: sets are not looked into.
+        in_order: whether all processes must find the same in the same order; if so, sets are not looked into.
     """
 
     def __init__(self, take: Callable[[Any, Belongs], bool], classes: bool = True) -> None:
@@ -66,9 +67,7 @@ class Discovery:
         self.carrying: list[Carrying] = []
         self.iterators: list[Any] = []
         # Of the user's own functions what they name; of functions of libraries nothing.
-        self._names: weakref.WeakKeyDictionary[types.CodeType, tuple[tuple[str, ...], ...]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._names: weakref.WeakKeyDictionary[types.CodeType, _Names] = weakref.WeakKeyDictionary()
         self._following = self._in_arguments = False
         self._followed: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that objects have, and classes
         self._named: set[str] = set()  # by functions that were looked at, also in texts
@@ -204,10 +203,11 @@ class Discovery:
             self._attributes(value, seen, depth)
 
     def _held_by(self, kind: type, seen: set[int], depth: int) -> None:
-        """What a class of the program's has now, such as its only object."""
+        """What a class of the program's has now, such as its only object; not a long registry."""
         for one in (*kind.__mro__[:-1], type(kind)) if depth < 2 else ():
-            for name, held in list(vars(one).items()) if one in self._followed else ():
-                if type(held) not in _NOTHING and type(held) not in _LOOKED_INTO and not name.startswith("__"):
+            for name, held in list(vars(one).items())[:_MOST_LOOKED_AT] if one in self._followed else ():
+                few = not isinstance(held, BOXES) or len(held) <= FEW  # it is looked at in each run
+                if few and type(held) not in _NOTHING and type(held) not in _LOOKED_INTO and not name.startswith("__"):
                     self._value(held, seen, (), depth + 1)
 
     def _attributes(self, value: Any, seen: set[int], depth: int) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from tfstyle_dist.runtime.random_streams import is_of_the_streams
-from tfstyle_dist.variables.copies import ATOMS, DICTS, is_container, is_own_generator
+from tfstyle_dist.variables.copies import ATOMS, DICTS, is_container
 from tfstyle_dist.variables.generator_states import GeneratorStates
+from tfstyle_dist.variables.inner_states import InnerStates, has_inner_state, is_common
 from tfstyle_dist.variables.object_content import when_gone
-from tfstyle_dist.variables.own_arrays import OwnArrays, is_common, is_own_array
 from tfstyle_dist.variables.stand_ins import Entries, StandIn, entries_of
 from tfstyle_dist.variables.state_objects import (
     FEW,
@@ -109,7 +109,7 @@ class HeldInside:
         let_go: Callable[[int], None],
     ) -> None:
         self._count, self._places, self._take, self._let_go = count, places, take, let_go
-        self.generators, self._arrays = GeneratorStates(), OwnArrays(self._forget)
+        self.generators, self._inner = GeneratorStates(), InnerStates(self._forget)
         self._stand_ins: dict[int, StandIn] = {}  # by the ``id`` of the object; exchanged as other objects are
         self.same: dict[int, tuple[Any, Any]] = {}
 
@@ -129,8 +129,8 @@ class HeldInside:
             return True
         if generators_alone:
             return False
-        if arrays and (is_own_array(value) or is_own_generator(value)):
-            self.same[id(value)] = self._arrays.add(value, self._count)
+        if arrays and has_inner_state(value):
+            self.same[id(value)] = self._inner.add(value, self._count)
         elif (stand_in := _stand_in(value, part, arrays)) is not None:
             self.same[id(value)], self._stand_ins[id(value)] = stand_in.same, stand_in
             self._take(stand_in, max(part, belongings(stand_in)))
@@ -146,8 +146,8 @@ class HeldInside:
     def switch(self, before: int, after: int) -> None:
         """All have what replica ``before`` has made of them; they get that of ``after``."""
         self.generators.switch(before, after)
-        if self._arrays.kept:
-            self._arrays.switch(before, after)
+        if self._inner.kept:
+            self._inner.switch(before, after)
 
     def renew(self, everything: bool) -> None:
         """What cross-replica context has changed is as it left it; entries are compared as attributes are.
@@ -156,28 +156,28 @@ class HeldInside:
             everything: all is.
         """
         self.generators.renew(everything)
-        if self._arrays.kept:
-            self._arrays.renew(everything)
+        if self._inner.kept:
+            self._inner.renew(everything)
 
     def mark(self) -> None:
         """Remembers all as it is."""
         self.generators.mark()
-        if self._arrays.kept:
-            self._arrays.mark()
+        if self._inner.kept:
+            self._inner.mark()
 
     def drop_dead(self) -> None:
         """Forgets what is gone, and what nobody holds but this object."""
         self.generators.drop_dead()
-        if self._arrays.kept:
-            self._arrays.drop_dead()
+        if self._inner.kept:
+            self._inner.drop_dead()
         while gone := [number for number, stand_in in self._stand_ins.items() if stand_in.is_alone]:
             for number in gone:
                 del self._stand_ins[number], self._places[number], self.same[number]
 
     def clear(self) -> None:
         """Nobody asks for what this holds any more."""
-        for number in [*self._stand_ins, *(id(kept.value) for kept in self._arrays.kept)]:
+        for number in [*self._stand_ins, *(id(kept.value) for kept in self._inner.kept)]:
             del self._places[number]
         self._stand_ins.clear()
-        self._arrays.kept = []
+        self._inner.kept = []
         self.same.clear()

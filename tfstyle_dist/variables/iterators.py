@@ -6,15 +6,18 @@ import gc
 import itertools
 import operator
 import types
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
-_DEPTH = 4
-"""Of iterators within each other, as a generator over a ``zip`` of lists."""
-_MOST = 64
-"""Of what an iterator refers to that is looked at."""
+_MOST = 256
+"""Of what an iterator refers to, also by iterators within it, that is looked at."""
+_SHORT = 64
+"""Of texts that are compared."""
 _PYTHON = frozenset({"builtins", "itertools"})
 _LOADERS = "torch.utils.data."
-_VALUES = frozenset({int, float, str})
+_OF_TUPLES = frozenset({zip, map, enumerate})
+"""They keep the iterators within them, or their last result, in a tuple."""
 
 
 class Position(str):
@@ -25,31 +28,39 @@ class Position(str):
     @classmethod
     def of(cls, iterator: Any) -> Position:
         """That of an iterator of ``is_iterator``."""
-        return cls(_parts(iterator, _DEPTH))
+        seen, waiting, found = set[int](), [iterator], list[Any]()
+        while waiting and len(found) < _MOST:
+            if id(one := waiting.pop()) not in seen:
+                seen.add(id(one))
+                found.append(_place(one))
+                for part in islice(_parts(one), _MOST - len(found)):
+                    if is_iterator(type(part)):
+                        waiting.append(part)
+                    plain = type(part) in (int, float) or (type(part) is str and len(part) <= _SHORT)
+                    found.append(part if plain else id(part))
+        return cls(found)
 
 
 def is_iterator(kind: type) -> bool:
     """Whether objects of a class are generators, iterators of Python's own, or of a ``DataLoader``."""
-    return hasattr(kind, "__next__") and (kind.__module__ in _PYTHON or kind.__module__.startswith(_LOADERS))
+    module = str(kind.__module__)
+    return hasattr(kind, "__next__") and (module in _PYTHON or module.startswith(_LOADERS))
 
 
-def _parts(iterator: Any, depth: int) -> list[Any]:
-    """Numbers and texts that change when it is asked for a value."""
+def _place(iterator: Any) -> Any:
+    """What an iterator says of itself."""
     if isinstance(iterator, itertools.count):
-        return [repr(iterator)]
+        return repr(iterator)
     if isinstance(iterator, types.GeneratorType):
-        frame = iterator.gi_frame
-        own: list[Any] = [None if frame is None else frame.f_lasti]
-        held = gc.get_referents(iterator)  # its variables, and what its loops are at
-    elif hasattr(iterator, "__dict__"):
-        own, held = [], list(vars(iterator).values())
-    else:
-        own, held = [operator.length_hint(iterator, -1)], gc.get_referents(iterator)
-    for each in itertools.chain.from_iterable(part if type(part) is tuple else (part,) for part in held[:_MOST]):
-        if type(each) in _VALUES:
-            own.append(each)
-        elif is_iterator(type(each)) and depth:
-            own.append(_parts(each, depth - 1))
+        return None if iterator.gi_frame is None else iterator.gi_frame.f_lasti
+    return None if hasattr(iterator, "__dict__") else operator.length_hint(iterator, -1)
+
+
+def _parts(iterator: Any) -> Iterator[Any]:
+    """What it refers to: of a generator its variables, and what its loops are at."""
+    held = list(vars(iterator).values()) if hasattr(iterator, "__dict__") else gc.get_referents(iterator)
+    for part in held:
+        if type(iterator) in _OF_TUPLES and type(part) is tuple:
+            yield from part
         else:
-            own.append(id(each))
-    return own
+            yield part

@@ -18,8 +18,8 @@ import numpy as np
 
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.variables.copies import is_container
+from tfstyle_dist.variables.inner_states import KINDS
 from tfstyle_dist.variables.iterators import Position, is_iterator
-from tfstyle_dist.variables.own_arrays import KINDS
 
 _MOST = 1000
 """Of entries, which are data if they are more, and of numbers that are compared."""

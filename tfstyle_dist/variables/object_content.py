@@ -192,13 +192,21 @@ class ObjectMarks:
         self._data: list[tuple[Any, tuple[int, Any]]] = []  # too long to be state; its end when the run began
         self._kinds: list[type] = []
 
-    def begin(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
-        """A run begins, with these objects."""
+    def note_kinds(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
+        """A run begins, or goes on after joint work, with these objects."""
         self._kinds = [type(thing) for thing, _ in things]
+
+    def begin(self) -> None:
+        """A run begins."""
         self._data = [] if self._all is None else [(box, _end_of(box)) for box in self._all.data]
 
-    def say_changed_kinds(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
-        """Says it, once, where a step gave another class to an object; ``things``: those of the run, and new ones."""
+    def say_changed(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
+        """Says it, once, where a step changed what replicas share; ``things``: those of the run, and new ones."""
+        self._say_changed_data(things)
+        self._say_changed_kinds(things)
+
+    def _say_changed_kinds(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
+        """Where a step gave another class to an object."""
         for (thing, _), kind in zip(things, self._kinds, strict=False):
             if type(thing) is not kind:
                 warn_once(
@@ -211,8 +219,8 @@ class ObjectMarks:
                 )
         self._kinds = []
 
-    def say_changed_data(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
-        """Says it, once, where a step added to a container that the replicas share, because it is that long."""
+    def _say_changed_data(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
+        """Where a step added to a container that the replicas share, because it is that long."""
         changed = {id(box): size for box, (size, last) in self._data if _end_of(box) != (size, last)}
         self._data = []
         for thing, content in things if changed else ():

@@ -18,7 +18,7 @@ import torch.utils.data
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.common_objects import HeldInCommon
 from tfstyle_dist.variables.copies import ATOMS, NAMING, is_container
-from tfstyle_dist.variables.own_arrays import is_common
+from tfstyle_dist.variables.inner_states import is_common
 from tfstyle_dist.variables.stand_ins import Slots, StandIn, WeakEntries, meant_by, slots_of
 
 # Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
@@ -92,19 +92,19 @@ def stand_in_for(thing: Any, part: Belongs = Belongs.NOTHING, arrays: bool = Tru
     Args:
         thing: any object.
         part: what it was found in.
-        arrays: as above.
+        arrays: as above; where they have not, in elastic jobs, entries by weak keys, which cannot be sent, are common.
     """
-    held = _stand_in(thing)
+    held = _stand_in(thing, arrays)
     if held is None or part is Belongs.PART or is_optimizer(type(thing)):
         return held
     counts = part is Belongs.BESIDE and is_helper(held.__dict__, arrays)
     return held if counts or _holds_state(held, _DEPTH, [None] * _MOST_VALUES) else None
 
 
-def _stand_in(thing: Any) -> StandIn | None:
+def _stand_in(thing: Any, weak: bool = True) -> StandIn | None:
     kind = type(thing)
     if kind is weakref.WeakKeyDictionary:
-        return WeakEntries(thing)
+        return WeakEntries(thing) if weak else None
     if kind.__dictoffset__ or issubclass(kind, (*BOXES, torch.Tensor, type)) or not slots_of(kind):
         return None
     module = kind.__module__ or ""
@@ -149,7 +149,7 @@ def is_helper(thing: Any, arrays: bool = True) -> bool:
                 return False
             if isinstance(part, BOXES) or (is_plain(part) and not _has_state_beside(part)):
                 stack.append(part)
-            elif (held := _stand_in(part)) is not None and not _has_state_beside(held):
+            elif (held := _stand_in(part, arrays)) is not None and not _has_state_beside(held):
                 stack.append(held.__dict__)
     return True
 
@@ -212,10 +212,10 @@ def stays(value: Any, depth: int = 2) -> bool:
     """
     if isinstance(value, HOLDERS):
         return is_state(value)
-    most = MOST_LOOKED_AT if depth > 1 else FEW
-    return is_plain(value) and any(
-        isinstance(part, HOLDERS) or (depth > 1 and is_plain(part) and stays(part, depth - 1))
-        for held in list(value.__dict__.values())
+    most, meant = MOST_LOOKED_AT if depth > 1 else FEW, value if is_plain(value) else _stand_in(value)
+    return meant is not None and any(
+        isinstance(part, HOLDERS) or (depth > 1 and type(part) not in ATOMS and stays(part, depth - 1))
+        for held in list(meant.__dict__.values())
         for part in (parts_of(held, most) if isinstance(held, list | tuple | dict) else (held,))
     )
 

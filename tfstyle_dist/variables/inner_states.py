@@ -50,19 +50,26 @@ def is_own_array(value: Any) -> bool:
     )
 
 
+def has_inner_state(value: Any) -> bool:
+    """Whether each replica has its own of what is inside: of such an array, or a generator of Python or numpy.
+
+    A generator of the program's own class is an object like any other one: it may draw by its attributes.
+    """
+    return is_own_array(value) or type(value) in _GENERATORS
+
+
 class _Kept:
     """One array or generator: what is in it for each replica, and what cross-replica context had when a run ended."""
 
     __slots__ = ("look", "mark", "read", "same", "value", "values", "write")
 
     def __init__(self, value: Any, count: int) -> None:
-        kind = next(kind for kind in _IN_PLACE if isinstance(value, kind))
-        self.read, self.write, self.look = _IN_PLACE[kind]
+        self.read, self.write, self.look = _GENERATORS.get(type(value), _OF_ARRAYS)
         self.value, self.values, self.mark = value, [self.read(value)] * count, self.look(value)
         self.same = value, value
 
 
-class OwnArrays:
+class InnerStates:
     """The arrays whose elements, and the generators of Python and numpy whose states, are exchanged in each turn.
 
     Numpy resizes no array that something refers to weakly, so they are held until a run finds that nobody else does.
@@ -82,7 +89,7 @@ class OwnArrays:
         """Gives each replica what is in an array or generator now, and returns what others have in its place: the same.
 
         Args:
-            value: for which ``is_own_array`` or ``is_own_generator`` is true.
+            value: for which ``has_inner_state`` is true.
             count: of the replicas.
         """
         self.kept.append(_Kept(value, count))
@@ -128,29 +135,31 @@ def _write(array: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
         array[...] = values.reshape(array.shape)
 
 
-def _state(generator: np.random.Generator) -> Any:
-    return generator.bit_generator.state
-
-
-def _set_state(generator: np.random.Generator, state: Any) -> None:
-    generator.bit_generator.state = state
-
-
-def _old_state(generator: np.random.RandomState) -> Any:
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
     return generator.get_state(legacy=False)
 
 
-_IN_PLACE: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None], Callable[[Any], Any]]] = {
-    np.ndarray: (np.ndarray.copy, _write, _look),
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _look_at_state(generator: Any) -> bytes:
+    return pickle.dumps(_state(generator))
+
+
+_Ways = tuple[Callable[[Any], Any], Callable[[Any, Any], None], Callable[[Any], Any]]
+"""How to read, to write and to compare what is in an object."""
+_OF_ARRAYS: _Ways = np.ndarray.copy, _write, _look
+_GENERATORS: dict[type, _Ways] = {
     random.Random: (random.Random.getstate, random.Random.setstate, random.Random.getstate),
-    np.random.Generator: (_state, _set_state, lambda generator: pickle.dumps(_state(generator))),
-    np.random.RandomState: (
-        _old_state,
-        np.random.RandomState.set_state,
-        lambda generator: pickle.dumps(_old_state(generator)),
-    ),
+    np.random.Generator: (_state, _set_state, _look_at_state),
+    np.random.RandomState: (_state, _set_state, _look_at_state),
 }
-"""How to read, to write and to compare what is in objects of a class."""
 
 
 def _references(kept: _Kept) -> int:
