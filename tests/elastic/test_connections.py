@@ -167,9 +167,10 @@ def test_a_stranger_that_says_nothing_is_sent_away_in_time(
     links: tuple[Links, tuple[str, int], threading.Event],
 ) -> None:
     made, address, came = links
-    made._open.strangers._seconds = 0.5
-    with socket.create_connection(address, 30) as stranger, socket.create_connection(address, 30) as worker:
+    with socket.create_connection(address, 30) as worker, contextlib.ExitStack() as opened:
         worker.sendall(HELLO)
         assert came.wait(30)
+        made._open.strangers._seconds = 0.5
+        stranger = opened.enter_context(socket.create_connection(address, 30))
         assert stranger.recv(1) == b""
         assert made.known() == [1]

@@ -22,6 +22,7 @@ import torch
 from until import wait_until
 
 import tfstyle_dist as td
+from tfstyle_dist.core import strangers
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.parameter_server.client.server_link import ServerLink
 from tfstyle_dist.parameter_server.protocol import zeromq_sockets
@@ -169,13 +170,13 @@ def test_another_user_is_not_listened_to(admitted: Any) -> None:
 
 
 def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix_listener, "TOKEN_SECONDS", 2.0)
     host: Any = SimpleNamespace(name="/job:ps/task:0", poller=zeromq_sockets.poller(), tokens=Tokens())
     entrance = unix_listener.UnixListener(host)
     with socket.socket(socket.AF_UNIX) as early, socket.socket(socket.AF_UNIX) as late:
         early.connect("\0" + entrance.name)
         entrance.admit()
-        time.sleep(2.1)
+        later = time.monotonic() + 11
+        monkeypatch.setattr(strangers.time, "monotonic", lambda: later)
         late.connect("\0" + entrance.name)
         entrance.admit()
         entrance.tick()

@@ -271,7 +271,7 @@ def test_a_dtype_may_be_named_as_programs_for_tensorflow_name_it(
 
 def test_a_shape_may_be_asked_for(three: tfd.Strategy) -> None:
     with three.scope():
-        for value, shape in ((0, ()), (0, []), ([[1, 2]], (None, 2)), (torch.ones(3), torch.Size([3]))):
+        for value, shape in ((0, ()), (0, []), ([[1, 2]], (None, 2)), ([1, 2], 2), (torch.ones(3), torch.Size([3]))):
             v = tfd.Variable(value, dtype=torch.int64 if shape != torch.Size([3]) else None, shape=shape)
             assert list(v.shape) == list(torch.as_tensor(value).shape)
         for wrong in ((2,), (1, 1), (None, None, None)):

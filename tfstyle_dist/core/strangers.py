@@ -13,10 +13,10 @@ class Strangers(Generic[Connection]):
 
     Args:
         seconds: that each has to say who it is.
-        most: how many may wait; where there are more, those go that have waited longest.
+        most: how many may wait; where there are more, those go that have waited longest. ``None``: as many as come.
     """
 
-    def __init__(self, seconds: float, most: int) -> None:
+    def __init__(self, seconds: float, most: int | None = None) -> None:
         self._seconds, self._most = seconds, most
         self._until: dict[Connection, float] = {}  # the first one has the least time
 
@@ -30,7 +30,7 @@ class Strangers(Generic[Connection]):
 
     def late(self) -> list[Connection]:
         """Those that are to be closed: their time is over, or there are too many; they are forgotten."""
-        now, too_many = time.monotonic(), len(self._until) - self._most
+        now, too_many = time.monotonic(), 0 if self._most is None else len(self._until) - self._most
         late = [each for number, (each, until) in enumerate(self._until.items()) if number < too_many or until <= now]
         for each in late:
             del self._until[each]

@@ -72,7 +72,7 @@ class VariableSpec:
         synchronization: VariableSynchronization,
         aggregation: VariableAggregation,
         constraint: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        shape: Sequence[int | None] | None = None,
+        shape: int | Sequence[int | None] | None = None,
     ) -> None:
         self.constraint, self.shape = constraint, shape
         self.initial_value, self.trainable, self.name, self.dtype = initial_value, trainable, name, dtype_of(dtype)
@@ -82,7 +82,7 @@ class VariableSpec:
         """The first value as a new tensor; a callable is called once."""
         tensor = self._first_value()
         if self.shape is not None:
-            asked = tuple(self.shape)
+            asked = (self.shape,) if isinstance(self.shape, int) else tuple(self.shape)
             fits = len(asked) == tensor.dim() and all(
                 size in (None, own) for size, own in zip(asked, tensor.shape, strict=True)
             )

@@ -16,8 +16,6 @@ _SHORT = 64
 """Of texts that are compared."""
 _PYTHON = frozenset({"builtins", "itertools"})
 _LOADERS = "torch.utils.data."
-_OF_TUPLES = frozenset({zip, map, enumerate})
-"""They keep the iterators within them, or their last result, in a tuple."""
 
 
 class Position(str):
@@ -57,10 +55,7 @@ def _place(iterator: Any) -> Any:
 
 
 def _parts(iterator: Any) -> Iterator[Any]:
-    """What it refers to: of a generator its variables, and what its loops are at."""
+    """What it refers to, also in a tuple, as of ``zip``: of a generator its variables, and what its loops are at."""
     held = list(vars(iterator).values()) if hasattr(iterator, "__dict__") else gc.get_referents(iterator)
     for part in held:
-        if type(iterator) in _OF_TUPLES and type(part) is tuple:
-            yield from part
-        else:
-            yield part
+        yield from part if type(part) is tuple else (part,)

@@ -66,7 +66,7 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         constraint: Callable[[torch.Tensor], torch.Tensor] | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
-        shape: Sequence[int | None] | None = None,
+        shape: int | Sequence[int | None] | None = None,
     ) -> Variable:
         """Builds what the strategy in force makes of it."""
         if not isinstance(synchronization, VariableSynchronization):

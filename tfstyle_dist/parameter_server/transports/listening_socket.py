@@ -9,8 +9,7 @@ import socket
 
 from tfstyle_dist.core.logging import get_logger
 
-MOST_CONNECTIONS = 4096
-"""Of one socket."""
+_MOST = 4096
 _NO_FILES = {errno.EMFILE, errno.ENFILE}
 
 
@@ -48,7 +47,7 @@ class ListeningSocket:
             if error.errno in _NO_FILES:
                 self._refuse(error)
             return None
-        if count >= MOST_CONNECTIONS:
+        if count >= _MOST:
             connection.close()
             return None
         return connection

@@ -20,7 +20,7 @@ from tfstyle_dist.parameter_server.protocol.handshake import TOKEN_BYTES, TOKEN_
 from tfstyle_dist.parameter_server.protocol.header import ProtocolError
 from tfstyle_dist.parameter_server.protocol.operations import Answer, padded
 from tfstyle_dist.parameter_server.transports.client_session import ClientSession
-from tfstyle_dist.parameter_server.transports.listening_socket import MOST_CONNECTIONS, ListeningSocket
+from tfstyle_dist.parameter_server.transports.listening_socket import ListeningSocket
 from tfstyle_dist.parameter_server.transports.stream_socket import JOINED, Frames
 from tfstyle_dist.parameter_server.transports.transport import Host
 
@@ -119,7 +119,7 @@ class UnixListener:
         self._listening = ListeningSocket(unix_sockets.listen(self.name, 128), host.name)
         self.number = self._listening.number
         self.connections: dict[int, UnixConnection] = {}
-        self._strangers = Strangers[UnixConnection](TOKEN_SECONDS, MOST_CONNECTIONS)
+        self._strangers = Strangers[UnixConnection](TOKEN_SECONDS)
         host.poller.register(self.number, zeromq_sockets.POLLIN)
 
     def invite(self, client: ClientSession) -> dict[str, Any]:
