@@ -22,7 +22,8 @@ SEED = 7
 ALL_FORMS = ("replicas", "ranks", "central", "shared", "grouped", "elastic", "servers")
 USUAL = ("replicas", "ranks")
 BROAD = ("replicas", "ranks", "central", "grouped", "elastic", "servers")
-WITHOUT_SERVERS = BROAD[:-1]
+WITHOUT_SERVERS, ALONE = BROAD[:-1], BROAD[:-2]
+"""Without servers, where a function has objects of its own; and without elastic jobs, where a worker has some."""
 DRAWS = "random numbers are a function of the seed before the first step, the number of the step, and the replica"
 REPLICAS = {"one": 1, "replicas": 2, "ranks": 2, "central": 2, "shared": 2, "grouped": 4, "elastic": 4, "servers": 1}
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from programs import WITHOUT_SERVERS, Net, case, plain, sgd
+from programs import ALONE, Net, case, plain, sgd
 from steps_states import OF_SHARES, rated
 from torch.nn import functional as F
-
-NO_JOBS = tuple(form for form in WITHOUT_SERVERS if form != "elastic")
-"""What is inside of arrays is a worker's in elastic jobs, and a function's on servers."""
 
 
 class _RunningMeanStd:
@@ -67,7 +64,7 @@ def array_of_a_module(run):
     return run.result(model, shifts=run.each(lambda: torch.from_numpy(model.shift)))
 
 
-@case("steps", "array-of-a-trainer-counts", forms=NO_JOBS)
+@case("steps", "array-of-a-trainer-counts", forms=ALONE)
 def array_of_a_trainer(run):
     class Trainer:
         def __init__(self):
@@ -87,7 +84,7 @@ def array_of_a_trainer(run):
     return run.result(trainer.model, counts=torch.from_numpy(trainer.counts.copy()))
 
 
-@case("steps", "bandit-with-a-generator-of-numpy", forms=NO_JOBS)
+@case("steps", "bandit-with-a-generator-of-numpy", forms=ALONE)
 def bandit(run):
     class Bandit:
         def __init__(self):
@@ -149,7 +146,7 @@ def small_ring(run):
     return run.result(model, full=ring.full)
 
 
-@case("steps", "long-ring-of-examples-loses-none", forms=NO_JOBS)
+@case("steps", "long-ring-of-examples-loses-none", forms=ALONE)
 def long_ring(run):
     with run.scope():
         model = Net()

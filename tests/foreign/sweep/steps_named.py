@@ -8,11 +8,9 @@ import weakref
 from collections import deque
 
 import numpy as np
-from programs import Net, case, sgd
-from steps_helpers import WITH_PROCESSES, Schedule, fit, helped
+from programs import ALONE, Net, case, sgd
+from steps_helpers import Schedule, fit, helped
 
-NO_SETS = tuple(form for form in WITH_PROCESSES if form != "elastic")
-"""What is in sets is a worker's in elastic jobs."""
 OF_RANKS = {"reference": "ranks", "forms": ("replicas", "ranks", "central")}
 
 
@@ -32,13 +30,13 @@ CONTAINERS = {"set": lambda one: {one}, "frozen-set": lambda one: frozenset([one
 
 for _name, _make in CONTAINERS.items():
 
-    @helped(f"helper-in-a-{_name}-that-the-step-names", forms=NO_SETS)
+    @helped(f"helper-in-a-{_name}-that-the-step-names", forms=ALONE)
     def contained(run, make=_make):
         kept = make(Schedule())
         return scaled(run, lambda: next(iter(kept)).value())
 
 
-@helped("helper-that-an-event-bus-refers-to-weakly", forms=NO_SETS)
+@helped("helper-that-an-event-bus-refers-to-weakly", forms=ALONE)
 def event_bus(run):
     class Bus:
         def __init__(self):
