@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from until import wait_until_gone
 
 import tfstyle_dist as tfd
 from tfstyle_dist.testing.strategies import NamedStrategy, strategy_combinations
@@ -138,12 +139,12 @@ def test_what_workers_send_each_other_covers_their_replicas(strategy: tfd.Strate
 def test_a_strategy_that_is_gone_says_so(make: Any) -> None:
     metric = make()
 
-    def train() -> None:
+    def train() -> weakref.ref[Any]:
         strategy = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
         strategy.run(lambda: metric.update(values()) and None)
+        return weakref.ref(strategy)
 
-    train()
-    gc.collect()
+    wait_until_gone(train())
     with pytest.raises(RuntimeError, match=r"strategy whose replicas updated this \w+ is gone.*Call compute\(\) while"):
         metric.compute()
     metric.reset()
@@ -151,12 +152,12 @@ def test_a_strategy_that_is_gone_says_so(make: Any) -> None:
     assert float(metric.compute()) == 3.0
     metric.reset()
 
-    def train_and_compute() -> None:
+    def train_and_compute() -> weakref.ref[Any]:
         strategy = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
         strategy.run(lambda: metric.update(values()) and metric.reset() and None)
+        return weakref.ref(strategy)
 
-    train_and_compute()
-    gc.collect()
+    wait_until_gone(train_and_compute())
     metric.update(torch.tensor([3.0]))
     assert float(metric.compute()) == 3.0, "what replicas counted was reset by them"
 

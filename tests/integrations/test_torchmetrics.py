@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torchmetrics as tm
 from this_replica import replica
+from until import wait_until_gone
 
 import tfstyle_dist as tfd
 from tfstyle_dist.testing.strategies import NamedStrategy, strategy_combinations
@@ -220,14 +221,14 @@ def test_a_closed_strategy_says_so() -> None:
 def test_a_strategy_that_is_gone_says_so() -> None:
     total, computed = tm.SumMetric(), tm.SumMetric()
 
-    def train() -> None:
+    def train() -> weakref.ref[Any]:
         strategy = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
         for metric in (total, computed):
             strategy.run(lambda metric=metric: metric.update(float(replica() + 1)))
         assert computed.compute() == 3
+        return weakref.ref(strategy)
 
-    train()
-    gc.collect()
+    wait_until_gone(train())
     with pytest.raises(RuntimeError, match=r"strategy whose replicas updated this SumMetric is gone.*or reset"):
         total.compute()
     assert computed.compute() == 3, "it knows what it gave"

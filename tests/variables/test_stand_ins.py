@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 import torch
 from this_replica import replica
 from torch import nn
+from until import wait_until_gone
 
 import tfstyle_dist as td
 
@@ -259,8 +259,7 @@ def test_what_nobody_holds_any_more_is_let_go(strategy: Any) -> None:
     trainer.progress = Progress()
     for number in range(2):
         strategy.run(again, args=(number,))
-    gc.collect()
-    assert memory() is None
+    wait_until_gone(memory)
 
 
 def test_a_chain_that_nobody_holds_any_more_is_let_go_at_once(strategy: Any) -> None:
@@ -278,8 +277,7 @@ def test_a_chain_that_nobody_holds_any_more_is_let_go_at_once(strategy: Any) -> 
     trainer.chain, trainer.progress = None, Progress()
     for _ in range(2):
         strategy.run(step)
-    gc.collect()
-    assert memory() is None
+    wait_until_gone(memory)
 
 
 @pytest.mark.parametrize("inner", [False, True])

@@ -15,6 +15,7 @@ import pytest
 import torch
 from this_replica import replica
 from torch import nn
+from until import wait_until_gone
 
 import tfstyle_dist as td
 
@@ -105,8 +106,7 @@ def test_a_closed_strategy_holds_no_arrays(strategy: Any) -> None:
     strategy.close()
     contents.release()
     del trainer.own
-    gc.collect()
-    assert known() is None
+    wait_until_gone(known)
 
 
 def test_what_only_slots_in_a_dict_lead_to_is_each_replicas_own(strategy: Any) -> None:
