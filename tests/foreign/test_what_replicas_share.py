@@ -321,15 +321,27 @@ def test_attributes_of_a_parameter_are_there_on_every_replica(strategy: Any) -> 
     assert values(strategy, scaled) == [6.0, 6.0]
 
 
-def test_a_write_to_a_tensor_in_a_slot_is_said_where_replicas_share_it(caplog: pytest.LogCaptureFixture) -> None:
-    class Shared:
-        __slots__ = ("values",)
+class Slotted:
+    __slots__ = ("values",)
 
-    shared = Shared()
-    shared.values = torch.zeros(7)
-    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
-        strategy.run(lambda: shared.values.add_(1.0).sum())
-    assert "shape (7,)" in caplog.text
+
+@pytest.mark.parametrize(("records", "sums"), [(1, {7.0}), (65, {7.0, 14.0})])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_write_to_a_tensor_in_a_slot_is_said_where_replicas_share_it(
+    records: int, sums: set[float], elastic: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = [Slotted() for _ in range(records)]  # many are data, one for all
+    for record in held:
+        record.values = torch.zeros(7)
+    made = (
+        tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2))
+        if elastic
+        else tfd.MirroredStrategy(["cpu:0", "cpu:1"])
+    )
+    with made as strategy:
+        found = strategy.run(lambda: held[0].values.add_(1.0).sum().clone())
+        assert set(map(float, strategy.experimental_local_results(found))) == sums
+    assert ("shape (7,)" in caplog.text) == (len(sums) > 1)
 
 
 def test_a_step_that_names_the_default_generator_draws_the_replicas_numbers(strategy: Any) -> None:
