@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import torch
 from example_runs import Player
 from quick import is_quick
 
+from tfstyle_dist.core import logging as logs
 from tfstyle_dist.runtime import context
 from tfstyle_dist.testing.messages import RANK_PLUGIN_NAME
 
@@ -138,6 +140,13 @@ def _no_leaked_strategy() -> Iterator[None]:
         context.set_global_strategy(None)
     if leaked:
         pytest.fail(f"The test left {leaked} as the current strategy; leave its scope, or set None.")
+
+
+@pytest.fixture
+def nothing_said_yet(caplog: pytest.LogCaptureFixture) -> None:
+    """What is said once is said again, and in ``caplog``."""
+    logs._said.clear()
+    caplog.set_level(logging.WARNING, "tfstyle_dist")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -178,7 +179,21 @@ class Plain:
         self.calls, self.last = calls, last
 
 
-@pytest.mark.parametrize("kind", [Plain, Slotted])
+class Attributes(dict[str, Any]):
+    """A dict whose entries are read as attributes, as many programs have one."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+    def __init__(self, calls: int, last: Any = None) -> None:
+        super().__init__(calls=calls, last=last)
+
+
+def named(calls: int, last: Any = None) -> types.SimpleNamespace:
+    return types.SimpleNamespace(calls=calls, last=last)
+
+
+@pytest.mark.parametrize("kind", [Plain, Slotted, Attributes, named])
 @pytest.mark.parametrize("last", [None, "tensor"])
 @pytest.mark.parametrize("makes", [[1], [1, 2, 3]], ids=["once", "always"])
 def test_a_step_that_is_done_again_after_one_that_made_an_object(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,9 +9,8 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.core import logging as said
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_said_yet")]
 SAID = "got no gradient in a step that took its value"
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "default": td.get_strategy,
@@ -20,12 +18,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "mirrored": lambda: td.MirroredStrategy(["cpu:0", "cpu:1"]),
     "central": lambda: td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]),
 }
-
-
-@pytest.fixture(autouse=True)
-def _nothing_said_yet(caplog: pytest.LogCaptureFixture) -> None:
-    said._said.clear()
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
 
 
 @pytest.fixture(params=STRATEGIES)

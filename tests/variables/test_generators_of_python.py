@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,6 @@ MADE: dict[str, tuple[Callable[[int], Any], Callable[[Any], float]]] = {
     "Mersenne": (lambda seed: np.random.Generator(np.random.MT19937(seed)), lambda made: float(made.normal())),
     "RandomState": (np.random.RandomState, lambda made: float(made.normal())),
 }
-
-
-@pytest.fixture(params=[td.MirroredStrategy, td.experimental.CentralStorageStrategy])
-def strategy(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with request.param(["cpu:0", "cpu:1"]) as made:
-        yield made
 
 
 def _each(strategy: Any, step: Callable[[], Any]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +12,6 @@ from this_replica import replica
 from torch import nn
 
 import tfstyle_dist as td
-
-
-@pytest.fixture(params=[td.MirroredStrategy, td.experimental.CentralStorageStrategy])
-def strategy(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with request.param(["cpu:0", "cpu:1"]) as made:
-        yield made
 
 
 class Counter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,6 @@ import torch
 from this_replica import replica
 from torch import nn
 from torch.utils.data import Dataset
-
-import tfstyle_dist as td
-
-
-@pytest.fixture(params=[td.MirroredStrategy, td.experimental.CentralStorageStrategy])
-def strategy(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with request.param(["cpu:0", "cpu:1"]) as made:
-        yield made
 
 
 class Helper:

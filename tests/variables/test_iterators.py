@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import tfstyle_dist as td
-from tfstyle_dist.core import logging as said
 from tfstyle_dist.variables.iterators import Position, is_iterator
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_said_yet")]
 
 VALUES = [0.5, 0.25, 0.5, 0.25, 0.5, 0.25, 0.5, 0.25, 0.5, 0.25]
 
@@ -40,12 +38,6 @@ KINDS: dict[str, Callable[[], Iterator[Any]]] = {
     "loader": lambda: iter(DataLoader(VALUES)),
     "generator of a loader": lambda: (batch for batch in DataLoader(VALUES)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _nothing_said_yet(caplog: pytest.LogCaptureFixture) -> None:
-    said._said.clear()
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
 
 
 GLOBAL: Iterator[Any] = iter(())

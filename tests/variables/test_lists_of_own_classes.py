@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from this_replica import replica
 from torch import nn
-
-import tfstyle_dist as td
-
-
-@pytest.fixture(params=[td.MirroredStrategy, td.experimental.CentralStorageStrategy])
-def strategy(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with request.param(["cpu:0", "cpu:1"]) as made:
-        yield made
 
 
 class Ring(list[Any]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
-import logging
 import re
 import types
 from collections.abc import Callable
@@ -16,15 +15,10 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.core import logging as said
 
 SAID = "was changed by replica 0 and then by replica 1"
 
-
-@pytest.fixture(autouse=True)
-def _nothing_said_yet(caplog: pytest.LogCaptureFixture) -> None:
-    said._said.clear()
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
+pytestmark = pytest.mark.usefixtures("nothing_said_yet")
 
 
 class Table(dict[str, Any]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import ChainMap, UserDict, UserList
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -17,12 +17,6 @@ from torch import nn
 from until import wait_until_gone
 
 import tfstyle_dist as td
-
-
-@pytest.fixture(params=[td.MirroredStrategy, td.experimental.CentralStorageStrategy])
-def strategy(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with request.param(["cpu:0", "cpu:1"]) as made:
-        yield made
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ import gc
 import types
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,6 @@ from torch import nn
 from until import wait_until_gone
 
 import tfstyle_dist as td
-
-
-@pytest.fixture(params=[td.MirroredStrategy, td.experimental.CentralStorageStrategy])
-def strategy(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with request.param(["cpu:0", "cpu:1"]) as made:
-        yield made
 
 
 def model_of(strategy: Any) -> nn.Linear:

@@ -6,7 +6,6 @@ import functools
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,12 +17,6 @@ from torch import nn
 from until import wait_until_gone
 
 import tfstyle_dist as td
-
-
-@pytest.fixture(params=[td.MirroredStrategy, td.experimental.CentralStorageStrategy])
-def strategy(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with request.param(["cpu:0", "cpu:1"]) as made:
-        yield made
 
 
 class Meter:

@@ -14,8 +14,9 @@ import torch
 
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, MOST_ENTRIES
+from tfstyle_dist.variables.held_inside import stand_in_for
 from tfstyle_dist.variables.stand_ins import StandIn, set_attributes
-from tfstyle_dist.variables.state_objects import Belongs, is_state, stand_in_for
+from tfstyle_dist.variables.state_objects import Belongs, is_state
 
 
 class HeldValues:
@@ -73,12 +74,12 @@ class HeldValues:
         elif isinstance(value, random.Random):
             self._seen.add(id(value))
             self.randoms.append(value)
-        elif is_state(value, Belongs.BESIDE):  # such as a step has made
-            self._look_at(value.__dict__)
-        elif (stand_in := stand_in_for(value, Belongs.BESIDE)) is not None:
+        elif (stand_in := stand_in_for(value, Belongs.BESIDE)) is not None:  # such as a step has made
             self._seen.add(id(value))
-            self._stand_ins.append((stand_in, stand_in.__dict__))
-            self._look_at(stand_in.__dict__)
+            self._stand_ins.append((stand_in, attributes := stand_in.__dict__))
+            self._look_at(attributes)
+        elif is_state(value, Belongs.BESIDE):
+            self._look_at(value.__dict__)
 
     def _look_into(self, box: Any) -> None:
         if len(box) > MOST_ENTRIES:
@@ -97,7 +98,7 @@ class HeldValues:
     def same(self, roots: Sequence[dict[str, Any]], parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the same would be found from these on."""
         for stand_in, _ in self._stand_ins:
-            stand_in.__dict__  # noqa: B018  # which brings the same dict up to date
+            stand_in.renewed()
         return (
             len(roots) == len(self._roots)
             and all(map(is_, roots, self._roots))

@@ -192,19 +192,17 @@ class ReplicaStates:
             generator.set_state(state)
 
     def _put(self, thing: Any, kind: str, name: str, what: Any, replica: int, reader: ValueReader) -> None:
-        held = own = self._contents.attributes(thing, replica)
-        shown = thing.__dict__
-        if kind == "b":
-            own, shown = torch_internals.buffers_among(own), torch_internals.buffers_among(shown)
+        attributes, shown = self._contents.attributes(thing, replica), thing.__dict__
+        own, other = map(torch_internals.buffers_among, (attributes, shown)) if kind == "b" else (attributes, shown)
         if what is None:
             own.pop(name, None)
         else:
-            like = own[name] if name in own else _copied(shown.get(name, MISSING))
+            like = own[name] if name in own else _copied(other.get(name, MISSING))
             value = reader.value(what, like)
             if value is not MISSING:
                 own[name] = value
-        if own is shown:
-            set_attributes(thing, held)
+        if attributes is shown:
+            set_attributes(thing, attributes)
 
 
 def _entry(place: Place, value: Any, writer: ValueWriter, types: dict[int, str]) -> tuple[Any, list[torch.Tensor]]:

@@ -131,9 +131,9 @@ class Discovery:
                 continue
             self._followed.add(one)
             for name, held in list(vars(one).items()):
-                if not name.startswith("__") and not _functions_of(held):
+                if not (functions := _functions_of(held)) and not name.startswith("__"):
                     self.follow(held)
-                for function in _functions_of(held):
+                for function in functions:
                     if _is_library(getattr(_unwrapped(function), "__code__", function.__code__).co_filename):
                         continue
                     if name in self._named or name.startswith("__") or name in libraries:

@@ -27,14 +27,21 @@ from tfstyle_dist.variables.state_objects import (
     is_helper,
     is_optimizer,
     parts_of,
-    stand_in_for,
+    slotted,
 )
 
 _SPACES = (dict, types.SimpleNamespace)
 
 
-def _stand_in(value: Any, part: Belongs, arrays: bool) -> StandIn | None:
-    return Entries(value) if has_entries(value, part, arrays) else stand_in_for(value, part, arrays)
+def stand_in_for(value: Any, part: Belongs, arrays: bool = True) -> StandIn | None:
+    """What stands for an object without attributes that is content, where a plain object would be; else ``None``.
+
+    Args:
+        value: any object.
+        part: what it was found in.
+        arrays: whether replicas have elements of their own in small arrays, and streams of random numbers.
+    """
+    return Entries(value) if has_entries(value, part, arrays) else slotted(value, part, arrays)
 
 
 def has_entries(value: Any, part: Belongs, arrays: bool = True) -> bool:
@@ -46,7 +53,7 @@ def has_entries(value: Any, part: Belongs, arrays: bool = True) -> bool:
     Args:
         value: anything.
         part: what it was found in.
-        arrays: whether replicas have elements of their own in small arrays, and streams of random numbers.
+        arrays: as above.
     """
     if not issubclass(type(value), _SPACES):
         return False
@@ -62,7 +69,7 @@ def has_entries(value: Any, part: Belongs, arrays: bool = True) -> bool:
         return False
     else:
         counts = part is Belongs.PART or is_helper(held, arrays)
-    return counts and not any(is_common(held, arrays) for held in values)
+    return counts and not any(is_common(one, arrays) for one in values)
 
 
 def _is_or_has_holder(value: Any, depth: int = 2) -> bool:
@@ -131,7 +138,7 @@ class HeldInside:
             return False
         if arrays and has_inner_state(value):
             self.same[id(value)] = self._inner.add(value, self._count)
-        elif (stand_in := _stand_in(value, part, arrays)) is not None:
+        elif (stand_in := stand_in_for(value, part, arrays)) is not None:
             self.same[id(value)], self._stand_ins[id(value)] = stand_in.same, stand_in
             self._take(stand_in, max(part, belongings(stand_in)))
         else:

@@ -63,14 +63,18 @@ class StandIn:
     @property
     def __dict__(self) -> dict[str, Any]:
         """The same dict until another one is set, with what is in the object now."""
-        self._held.clear()
-        self._held.update(self._read())
-        return self._held
+        return self.renewed()
 
     @__dict__.setter
     def __dict__(self, attributes: dict[str, Any]) -> None:
         self._write(attributes)
         self._held = attributes
+
+    def renewed(self) -> dict[str, Any]:
+        """Its ``__dict__``, for who has it and must see what was written since."""
+        self._held.clear()
+        self._held.update(self._read())
+        return self._held
 
     @property
     def is_alone(self) -> bool:

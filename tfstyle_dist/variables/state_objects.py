@@ -86,8 +86,8 @@ def is_state(thing: Any, part: Belongs = Belongs.NOTHING, arrays: bool = True) -
     return _holds_state(thing, _DEPTH, [None] * _MOST_VALUES) or (part is Belongs.BESIDE and is_helper(thing, arrays))
 
 
-def stand_in_for(thing: Any, part: Belongs = Belongs.NOTHING, arrays: bool = True) -> StandIn | None:
-    """What stands for an object without a ``__dict__`` that is content, where a plain object would be; else ``None``.
+def slotted(thing: Any, part: Belongs, arrays: bool) -> StandIn | None:
+    """What stands for an object with slots, or a weak dict, that is content, where a plain object would be; else none.
 
     Args:
         thing: any object.
