@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -306,6 +307,30 @@ def test_an_object_that_is_given_to_join_is_sent_whole() -> None:
         assert (kept.best, kept.losses, kept.sums) == (0.5, [1.0, 0.5], {"loss": 1.5})
         assert kept.state["weight"].tolist() == [1.0, 1.0]
         assert [(float(value), number) for value, number in kept.replay] == [(1.0, 1), (2.0, 2), (3.0, 3)]
+
+
+class Slotted:
+    __slots__ = ("calls",)
+
+
+def test_what_is_in_slots_and_namespaces_is_sent_whole(strategy: Any) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model, self.meter, self.settings = nn.Linear(1, 1), Slotted(), types.SimpleNamespace(rate=1.0)
+            self.meter.calls = 0
+
+    strategy.experimental_adopt(trainer := Trainer())
+    whole = WholeState(strategy.parameter_store)
+    strategy.run(lambda: trainer.model(torch.ones(1, 1)).sum().backward())
+    trainer.meter.calls, trainer.settings.rate = 5, 0.5
+    there, tensors, _ = whole.describe()
+    meter, settings = trainer.meter, trainer.settings
+    meter.calls, settings.rate = 0, 1.0
+    whole.install(there, [tensor.clone() for tensor in tensors], complete=True)
+    assert (trainer.meter, trainer.settings) == (meter, settings)
+    assert (meter.calls, settings.rate) == (5, 0.5)
+    found = strategy.run(lambda: torch.tensor([meter.calls, settings.rate]))
+    assert [each.tolist() for each in strategy.experimental_local_results(found)] == [[5.0, 0.5]] * 4
 
 
 def test_a_long_container_that_a_repeated_step_has_changed_is_said(caplog: pytest.LogCaptureFixture) -> None:
