@@ -6,6 +6,7 @@ entries, and each goes on from there.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from tfstyle_dist.variables.state_objects import (
     belongings,
     is_helper,
     is_optimizer,
+    is_state,
     parts_of,
     slotted,
 )
@@ -33,15 +35,35 @@ from tfstyle_dist.variables.state_objects import (
 _SPACES = (dict, types.SimpleNamespace)
 
 
+class _Plain:
+    """An object whose attributes nobody else has."""
+
+
+_OWN = sys.getrefcount(object.__getattribute__(_Plain(), "__dict__"))
+
+
 def stand_in_for(value: Any, part: Belongs, arrays: bool = True) -> StandIn | None:
-    """What stands for an object without attributes that is content, where a plain object would be; else ``None``.
+    """What stands for an object that is content, as a plain one would be, if its attributes cannot be exchanged.
+
+    It has none, or one dict holds those of several objects (``self.__dict__ = cls._state``), or the program has that
+    dict too (``vars(self)``); then the dict is what is stood for. ``None`` for all other objects.
 
     Args:
         value: any object.
         part: what it was found in.
         arrays: whether replicas have elements of their own in small arrays, and streams of random numbers.
     """
-    return Entries(value) if has_entries(value, part, arrays) else slotted(value, part, arrays)
+    if has_entries(value, part, arrays):
+        return Entries(value)
+    if (stand_in := slotted(value, part, arrays)) is not None:
+        return stand_in
+    return Entries(value.__dict__) if _others_have_attributes_of(value) and is_state(value, part, arrays) else None
+
+
+def _others_have_attributes_of(value: Any) -> bool:
+    if not type(value).__dictoffset__ or isinstance(value, HOLDERS):
+        return False
+    return sys.getrefcount(object.__getattribute__(value, "__dict__")) > _OWN
 
 
 def has_entries(value: Any, part: Belongs, arrays: bool = True) -> bool:
@@ -139,6 +161,9 @@ class HeldInside:
         if arrays and has_inner_state(value):
             self.same[id(value)] = self._inner.add(value, self._count)
         elif (stand_in := stand_in_for(value, part, arrays)) is not None:
+            value = stand_in.same[0]
+            if id(value) in self._places:  # attributes that another object has too
+                return True
             self.same[id(value)], self._stand_ins[id(value)] = stand_in.same, stand_in
             self._take(stand_in, max(part, belongings(stand_in)))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -283,7 +284,7 @@ def when_gone(let_go: Callable[[int], None], number: int) -> Callable[[Any], Non
     known = weakref.WeakMethod(let_go)
 
     def gone(_: Any) -> None:
-        if (method := known()) is not None:
+        if (method := known()) is not None and not sys.is_finalizing():
             method(number)
 
     return gone

@@ -22,7 +22,7 @@ _LEFT = 64
 
 def _find_slots(kind: type) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
-    for one in () if kind.__dictoffset__ else kind.__mro__:
+    for one in kind.__mro__:
         for name, held in vars(one).items() if "__slots__" in vars(one) else ():
             if isinstance(held, types.MemberDescriptorType):  # a class may have one of the same name as its base
                 found[name if name not in found else f"{name} {len(found)}"] = held
@@ -30,17 +30,17 @@ def _find_slots(kind: type) -> Mapping[str, Any]:
 
 
 slots_of: Callable[[type], Mapping[str, Any]] = functools.lru_cache(_MOST_KINDS)(_find_slots)
-"""The descriptors of a class by name, if all attributes of its objects are in ``__slots__``; else none."""
+"""The descriptors of a class by name, of all attributes of its objects that are in ``__slots__``."""
 
 
 def is_record(value: Any, among: int) -> bool:
-    """Whether an object is data because it has slots and is one of many.
+    """Whether an object is data because it has slots alone and is one of many.
 
     Args:
         value: any object.
         among: how many are in the container that it is in.
     """
-    return among > _FEW and bool(slots_of(type(value)))
+    return among > _FEW and not type(value).__dictoffset__ and bool(slots_of(type(value)))
 
 
 def entries_of(value: Any) -> dict[str, Any]:
@@ -67,13 +67,13 @@ class StandIn:
 
     @__dict__.setter
     def __dict__(self, attributes: dict[str, Any]) -> None:
-        self._write(attributes)
+        self.write(attributes)
         self._held = attributes
 
     def renewed(self) -> dict[str, Any]:
         """Its ``__dict__``, for who has it and must see what was written since."""
         self._held.clear()
-        self._held.update(self._read())
+        self._held.update(self.read())
         return self._held
 
     @property
@@ -83,10 +83,10 @@ class StandIn:
         own = getattr(type(thing), "__dictoffset__", 0) and object.__getattribute__(thing, "__dict__") is thing
         return sys.getrefcount(thing) - bool(own) <= _ALONE
 
-    def _read(self) -> Iterable[tuple[str, Any]]:
+    def read(self) -> Iterable[tuple[str, Any]]:
         raise NotImplementedError
 
-    def _write(self, attributes: Mapping[str, Any]) -> None:
+    def write(self, attributes: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
 
@@ -105,11 +105,11 @@ class Entries(StandIn):
 
     __slots__ = ()
 
-    def _read(self) -> Iterable[tuple[str, Any]]:
+    def read(self) -> Iterable[tuple[str, Any]]:
         box = entries_of(self.same[0])
         return _kind_of(box).items(box)  # type: ignore[no-any-return]
 
-    def _write(self, attributes: Mapping[str, Any]) -> None:
+    def write(self, attributes: Mapping[str, Any]) -> None:
         """Who iterates over the dict meanwhile goes on if the keys are the same."""
         box = entries_of(self.same[0])
         kind = _kind_of(box)
@@ -126,23 +126,26 @@ def _kind_of(box: dict[str, Any]) -> Any:
 
 
 class Slots(StandIn):
-    """Stands for an object whose attributes are in ``__slots__``."""
+    """Stands for an object whose attributes are in ``__slots__``, if not all, as where a base class has none."""
 
-    __slots__ = ("_slots",)
+    __slots__ = ("_others", "_slots")
 
     def __init__(self, thing: Any) -> None:
         super().__init__(thing)
         self._slots = slots_of(type(thing))
+        self._others = Entries(thing) if type(thing).__dictoffset__ else None
 
-    def _read(self) -> Iterator[tuple[str, Any]]:
+    def read(self) -> Iterator[tuple[str, Any]]:
         thing = self.same[0]
         for name, slot in self._slots.items():
             try:
                 yield name, slot.__get__(thing)
             except AttributeError:  # nothing
                 continue
+        if self._others is not None:
+            yield from self._others.read()
 
-    def _write(self, attributes: Mapping[str, Any]) -> None:
+    def write(self, attributes: Mapping[str, Any]) -> None:
         thing = self.same[0]
         for name, slot in self._slots.items():
             if name in attributes:
@@ -150,6 +153,8 @@ class Slots(StandIn):
             else:
                 with contextlib.suppress(AttributeError):  # nothing was there
                     slot.__delete__(thing)
+        if self._others is not None:
+            self._others.write({name: value for name, value in attributes.items() if name not in self._slots})
 
 
 class WeakEntries(StandIn):
@@ -166,7 +171,7 @@ class WeakEntries(StandIn):
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._keys: dict[str, weakref.ref[Any]] = {}
 
-    def _read(self) -> Iterator[tuple[str, Any]]:
+    def read(self) -> Iterator[tuple[str, Any]]:
         for key, value in list(self.same[0].items()):
             if (name := self._names.get(key)) is None:
                 name = self._names[key] = str(next(self._numbers))
@@ -175,8 +180,8 @@ class WeakEntries(StandIn):
         if len(self._keys) > 2 * len(self._names) + _LEFT:
             self._keys = {name: key for name, key in self._keys.items() if key() is not None}
 
-    def _write(self, attributes: Mapping[str, Any]) -> None:
-        box, had = self.same[0], dict(self._read())
+    def write(self, attributes: Mapping[str, Any]) -> None:
+        box, had = self.same[0], dict(self.read())
         for name in had.keys() - attributes.keys():
             if (key := self._key(name)) is not None:
                 box.pop(key, None)
