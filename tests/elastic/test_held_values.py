@@ -6,8 +6,8 @@ import gc
 import random
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,6 +24,17 @@ from tfstyle_dist.elastic.membership import MembershipChanged
 from tfstyle_dist.elastic.whole_state import WholeState
 
 
+class Losses(list[float]):
+    """A list whose own methods are the program's alone."""
+
+    def extend(self, values: Iterable[float]) -> None:
+        raise AssertionError("The program did not call this.")
+
+
+class Settings(dict[str, Any]):
+    """A dict of a class of its own, which the replicas of a worker share."""
+
+
 def attributes() -> dict[str, Any]:
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     return {
@@ -34,6 +45,9 @@ def attributes() -> dict[str, Any]:
         "ordered": OrderedDict(a=1, b=2),
         "names": {"p", "q"},
         "empty": {},
+        "counts": Counter(a=1),
+        "losses": Losses([1.0]),
+        "settings": Settings(rate=0.1),
         "random": random.Random(3),
         "long": list(range(20_001)),
         "graph": torch.ones(2, requires_grad=True) * 2,
@@ -53,6 +67,10 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another tensor": lambda a: a["deep"]["x"].__setitem__(0, torch.zeros(2)),
     "another order": lambda a: a["ordered"].move_to_end("a"),
     "another member of a set": lambda a: (a["names"].remove("p"), a["names"].add("r")),
+    "another count": lambda a: a["counts"].update("a"),
+    "a longer list of its own class": lambda a: a["losses"].append(2.0),
+    "an attribute of a list": lambda a: setattr(a["losses"], "best", 2.0),
+    "an entry of a dict of its own class": lambda a: a["settings"].update(rate=0.2),
     "what was empty": lambda a: a["empty"].update(z=1),
     "another buffer": lambda a: a["buffers"].__setitem__("running_mean", torch.ones(3)),
     "an entry moved to another dict": lambda a: a["empty"].update(number=a.pop("number")),
@@ -80,6 +98,7 @@ def test_a_change_is_seen_and_put_back(change: str) -> None:
     assert now["deep"]["x"][1]["y"][1] == inner[1]
     assert all(now["buffers"][name] is value for name, value in inner[2].items())
     assert not now["empty"]
+    assert (now["counts"], now["losses"], vars(now["losses"]), now["settings"]) == ({"a": 1}, [1.0], {}, {"rate": 0.1})
     assert now["queue"].maxlen == 3
 
 

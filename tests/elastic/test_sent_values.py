@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ def test_sparse_tensors_keep_their_layout(contents: ReplicaContents, layout: str
     "value",
     [
         True, 1, 1.0, -0.0, "text", None, (1, [2.5, None]), {1: "a", "1": {"b"}}, {3, 1, 2}, deque([1, 2], maxlen=2),
-        deque([1]), OrderedDict(b=1, a=2), defaultdict(int, a=1), np.float32(0.5), [], (), {},
+        deque([1]), OrderedDict(b=1, a=2), defaultdict(int, a=1), Counter(a=2), np.float32(0.5), [], (), {},
     ],
     ids=repr,
 )  # fmt: skip
@@ -86,6 +86,40 @@ def test_containers_that_are_there_are_filled(contents: ReplicaContents) -> None
     assert own == value
     assert own["default"]["absent"] == 0
     assert type(own["pair"]) is Pair
+
+
+class Losses(list[Any]):
+    """A list with an attribute."""
+
+    def append(self, value: Any) -> None:
+        super().append(value)
+        self.added = getattr(self, "added", 0) + 1
+
+
+class Names(set[str]):
+    """A set with attributes."""
+
+
+class Recent(deque[Any]):
+    """A deque with attributes."""
+
+
+@pytest.mark.parametrize(
+    ("value", "own"),
+    [
+        (Losses([1, torch.ones(2)]), Losses([torch.zeros(2)])),
+        (Names("ab"), Names("bc")),
+        (Recent([1, 2], 3), Recent((), 3)),
+    ],
+)
+def test_lists_of_own_classes_that_are_there_are_filled(contents: ReplicaContents, value: Any, own: Any) -> None:
+    value.best, own.best, own.gone = torch.ones(1), (kept := torch.zeros(1)), 1
+    found = arrived(contents, value, own)
+    assert found is own
+    assert repr(found) == repr(value) or set(found) == set(value)
+    assert found.best is kept
+    assert vars(found) == {"best": torch.ones(1)}
+    assert arrived(contents, value, "something else") == "something else"
 
 
 def test_generators_of_python_go_on(contents: ReplicaContents) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, MOST_ENTRIES
+from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, MOST_ENTRIES, base_of, has_attributes_beside
 from tfstyle_dist.variables.held_inside import stand_in_for
-from tfstyle_dist.variables.stand_ins import StandIn, set_attributes
+from tfstyle_dist.variables.stand_ins import Entries, StandIn, set_attributes
 from tfstyle_dist.variables.state_objects import Belongs, is_state
 
 
@@ -64,6 +64,9 @@ class HeldValues:
                 (self._of_graphs if value.requires_grad else self.tensors).append(value)
         elif kind in CONTAINERS:
             self._look_into(value)
+        elif has_attributes_beside(value):
+            self._look_into(value)
+            self._look_at(vars(value))
         elif isinstance(value, tuple):
             for part in value:
                 self._look_at(part)
@@ -74,12 +77,17 @@ class HeldValues:
         elif isinstance(value, random.Random):
             self._seen.add(id(value))
             self.randoms.append(value)
+        elif isinstance(value, dict) and len(value) <= MOST_ENTRIES:  # of a class of its own: replicas share it
+            self._keep(value, Entries(value))
         elif (stand_in := stand_in_for(value, Belongs.BESIDE)) is not None:  # such as a step has made
-            self._seen.add(id(value))
-            self._stand_ins.append((stand_in, attributes := stand_in.__dict__))
-            self._look_at(attributes)
+            self._keep(value, stand_in)
         elif is_state(value, Belongs.BESIDE):
             self._look_at(value.__dict__)
+
+    def _keep(self, value: Any, stand_in: StandIn) -> None:
+        self._seen.add(id(value))
+        self._stand_ins.append((stand_in, attributes := stand_in.__dict__))
+        self._look_at(attributes)
 
     def _look_into(self, box: Any) -> None:
         if len(box) > MOST_ENTRIES:
@@ -121,15 +129,15 @@ class HeldValues:
         for box, size in zip(self._dicts, self._dict_sizes, strict=True):
             was = [next(entries) for _ in range(size)]
             box.clear()
-            box.update(was)
+            box.update(dict(was))
         items = iter(self._entries)
         for row, size in zip(self._lists, self._list_sizes, strict=True):
             parts = [next(items) for _ in range(size)]
-            row.clear()
-            row.extend(parts)
+            base_of(row).clear(row)
+            base_of(row).extend(row, parts)
         for members, had in self._sets:
-            members.clear()
-            members.update(had)
+            set.clear(members)
+            set.update(members, had)
         for stand_in, attributes in self._stand_ins:
             set_attributes(stand_in, attributes)
         for box, size in self._long:

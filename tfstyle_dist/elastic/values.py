@@ -7,7 +7,7 @@ place.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -20,14 +20,14 @@ from tfstyle_dist.elastic.leaves import VALUES
 from tfstyle_dist.elastic.numbers import numbered
 from tfstyle_dist.elastic.packets import check_can_be_sent
 from tfstyle_dist.variables.contents import ReplicaContents
-from tfstyle_dist.variables.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS
+from tfstyle_dist.variables.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS, base_of, has_attributes_beside
 from tfstyle_dist.variables.parameter_marks import memory_of
 from tfstyle_dist.variables.stand_ins import meant_by
 
 _MOST_DEPTH = 20
 _KEEP: list[Any] = ["k"]
 _NUMBERS = frozenset({"bool", "int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64"})
-_NAMES: dict[type, str] = {deque: "deque", OrderedDict: "OrderedDict", defaultdict: "defaultdict"}
+_EMPTY: dict[str, type[dict[Any, Any]]] = {kind.__name__: kind for kind in (OrderedDict, defaultdict, Counter)}
 MISSING = object()
 """There is no such value."""
 
@@ -89,8 +89,10 @@ class ValueWriter:
             return self._leave_out(value)
         if isinstance(value, dict):
             entries = [[self.value(k, depth + 1), self.value(v, depth + 1)] for k, v in value.items()]
-            return ["d", entries, _NAMES.get(kind, "")]
-        parts = [self.value(part, depth + 1) for part in (sorted(value, key=repr) if kind is set else value)]
+            return ["d", entries, kind.__name__]
+        parts = [self.value(part, depth + 1) for part in (sorted(value, key=repr) if isinstance(value, set) else value)]
+        if kind not in CONTAINERS and not isinstance(value, tuple):
+            return ["b", parts, self.value(vars(value), depth + 1)]
         if kind is deque:
             return ["l", parts, "deque", value.maxlen]
         return ["u" if isinstance(value, tuple) else "e" if kind is set else "l", parts]
@@ -121,7 +123,7 @@ def is_long(value: Any) -> bool:
 def _is_container(value: Any) -> bool:
     """A list, dict, set or deque, or a tuple, maybe with names, whose class has not made something else of it."""
     kind = type(value)
-    if kind in CONTAINERS:
+    if kind in CONTAINERS or has_attributes_beside(value):
         return True
     return isinstance(value, tuple) and kind.__len__ is tuple.__len__ and kind.__iter__ is tuple.__iter__
 
@@ -218,9 +220,17 @@ class ValueReader:
         if kind == "e":
             made = {self.value(part, None) for part in parts}
             return own if own == made else made
-        before = list(own) if isinstance(own, list | tuple) or type(own) in CONTAINERS else []
+        if kind == "b" and not has_attributes_beside(own):
+            return own
+        before = list(own) if isinstance(own, list | tuple | deque) else []
         before += [MISSING] * (len(parts) - len(before))
         now = [v for part, b in zip(parts, before, strict=False) if (v := self.value(part, b)) is not MISSING]
+        if kind == "b":
+            self.value(described[2], vars(own))
+            base = base_of(own)
+            base.clear(own)
+            (base.update if base is set else base.extend)(own, now)
+            return own
         if kind == "u":
             return own if isinstance(own, tuple) and _same(own, now) else _tuple_like(own, now)
         made_of = deque if len(described) > 2 else list
@@ -259,9 +269,6 @@ def written(before: Any, value: Any) -> Any:
             before.copy_(value)
         return before
     return value.clone()
-
-
-_EMPTY: dict[str, type[dict[Any, Any]]] = {"OrderedDict": OrderedDict, "defaultdict": defaultdict}
 
 
 def _is_sent_as_key(key: Any) -> bool:

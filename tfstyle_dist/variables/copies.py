@@ -32,12 +32,12 @@ NAMING = types.FunctionType, types.MethodType
 """What refers to objects of the program: hooks, methods and callbacks that a module or a trainer has."""
 WEAK: tuple[type[Any], ...] = (weakref.ref, *weakref.ProxyTypes)
 """What refers to objects without keeping them; ``referred_to`` says to which."""
-DICTS = frozenset({dict, collections.OrderedDict, collections.defaultdict})
+DICTS = frozenset({dict, collections.OrderedDict, collections.defaultdict, collections.Counter})
 CONTAINERS = DICTS | {list, set, collections.deque}
 _SEQUENCES: tuple[Any, ...] = (list, set, collections.deque)
 _FEW = 64
 _READ = "__new__", "__len__", "__iter__", "__getitem__"
-_copied: set[type] = {*CONTAINERS, collections.Counter}  # and a library's own: see count_as_containers
+_copied: set[type] = {*CONTAINERS}  # and a library's own: see count_as_containers
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Buffer})
 OWN_GENERATORS = ("numpy.random._generator", "numpy.random.mtrand")
 """The modules of numpy's generators of random numbers."""
@@ -84,13 +84,18 @@ def has_attributes_beside(value: Any) -> bool:
     kind = type(value)
     if kind in _copied or not issubclass(kind, _SEQUENCES) or not kind.__dictoffset__:
         return False
-    base = next(base for base in _SEQUENCES if issubclass(kind, base))
+    base = base_of(value)
     if not all(getattr(kind, name, None) is getattr(base, name, None) for name in _READ):
         return False
     if any(vars(c).get("__slots__") for c in kind.__mro__):
         return False
     held = itertools.chain(itertools.islice(base.__iter__(value), _FEW), list(value.__dict__.values()))
     return not any(issubclass(type(part), torch.nn.Module) for part in held)
+
+
+def base_of(value: Any) -> Any:
+    """The class of Python's that a list, a set or a deque is of or derives from, for its methods."""
+    return next(base for base in _SEQUENCES if isinstance(value, base))
 
 
 class Copier:
@@ -203,7 +208,7 @@ class Copier:
 
     def _with_attributes(self, value: Any) -> Any:
         """None of the methods of its class is called."""
-        base = next(base for base in _SEQUENCES if isinstance(value, base))
+        base = base_of(value)
         own = self._note(value, base.__new__(type(value)))
         if base is set:
             self._take_parts(value)
