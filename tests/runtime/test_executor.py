@@ -269,3 +269,49 @@ def test_a_replica_that_was_given_up_before_it_began_does_not_begin(monkeypatch:
     abandoned.join(20)
     assert not abandoned.is_alive()
     assert not ran
+
+
+def test_a_thread_that_a_step_waits_for_does_not_wait_for_the_step() -> None:
+    short = ReplicaExecutor(DEVICES, timedelta(seconds=1))
+    raised: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            thread_ids(short)
+        except DeadlineExceededError as error:
+            raised.append(error)
+
+    def step(_: Any) -> str:
+        thread = threading.Thread(target=other, name="evaluation")
+        thread.start()
+        thread.join(50)
+        return "done" if not thread.is_alive() else "stuck"
+
+    try:
+        assert short.run([step, lambda run: ""]) == ["done", ""]
+        assert "'evaluation' for the run of another thread" in str(raised[0])
+        assert "thread.join(50)" in str(raised[0])
+        assert len(thread_ids(short)) == 2
+    finally:
+        short.close()
+
+
+def test_another_thread_waits_for_a_long_run_whose_turns_pass(executor: ReplicaExecutor) -> None:
+    executor._timeout = timedelta(seconds=2)
+    begun, found = threading.Event(), list[Any]()
+
+    def step(run: Any, replica: int) -> None:
+        begun.set()
+        for _ in range(3):
+            threading.Event().wait(0.5)
+            run.barrier(replica, "sum", None, lambda payloads: payloads)
+
+    def other() -> None:
+        begun.wait()
+        found.extend(thread_ids(executor))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    executor.run([lambda run: step(run, 0), lambda run: step(run, 1)])
+    thread.join(20)
+    assert len(found) == 2

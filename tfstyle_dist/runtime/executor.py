@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.devices import ReplicaDevice, is_accelerator, made_current
 from tfstyle_dist.core.errors import ReplicaAborted
 from tfstyle_dist.runtime import interrupts, turn_reports
@@ -49,18 +50,35 @@ class ReplicaExecutor:
         self.content: Content = NoContent()
         self._pools = OpenMPPools([device.type for device in devices].count("cpu"))
         self._teams: list[Team] = []
-        self._running = threading.RLock()
+        self._run_lock = threading.RLock()
+        self._current: TurnRun | None = None
         self._pid = os.getpid()
         self._closed, self._under_way = False, 0
 
-    def alone(self) -> AbstractContextManager[Any]:
+    def exclusive(self) -> AbstractContextManager[Any]:
         """One run at a time, whichever thread makes it: there is one set of objects, and one count of what they do.
 
         The lock itself: a context manager around it would leave moments for a Ctrl-C in which nobody lets it go.
+
+        Raises:
+            DeadlineExceededError: in the run of another thread no turn passed within the timeout, as in a step that
+                waits for this thread.
         """
         if self._pid != os.getpid():  # threads and their locks do not survive a fork
-            self._teams, self._pid, self._running = [], os.getpid(), threading.RLock()
-        return self._running
+            self._teams, self._pid, self._run_lock, self._current = [], os.getpid(), threading.RLock(), None
+        self._wait_for_other_threads()
+        return self._run_lock
+
+    def _wait_for_other_threads(self) -> None:
+        seen, deadline, pause = -1, Deadline(self._timeout), 0.0
+        while not self._run_lock.acquire(timeout=-1 if pause is None else pause):
+            run = self._current
+            if run is not None and run.turn.passes != seen:
+                seen, deadline = run.turn.passes, run.turn.deadline(self._timeout, interrupted=False)
+            elif deadline.passed():
+                raise turn_reports.other_thread_runs(deadline, () if run is None else run.threads)
+            pause = deadline.pause()
+        self._run_lock.release()
 
     def run(self, functions: Sequence[Callable[[TurnRun], Any]]) -> list[Any]:
         """Calls each function with the run object; returns their results in replica order.
@@ -76,7 +94,7 @@ class ReplicaExecutor:
         if self._places:
             torch_internals.share_graph_trees()
         signals, this = interrupts.of_this_thread(), object()
-        with self.alone():
+        with self.exclusive():
             self._under_way += 1
             try:
                 signals.begin(this)
@@ -105,6 +123,7 @@ class ReplicaExecutor:
 
         run = TurnRun(len(functions), self._timeout, start, self.content, self._clocks, signals)
         under_way.append(run)
+        outer, self._current = self._current, run
         team.cores[0] = Core()
         run.cores, run.turn.ends_pools = team.cores, self._pools.begin()
         try:
@@ -112,6 +131,7 @@ class ReplicaExecutor:
             with made_current(self._devices[0]):
                 self._call(run, 0, functions[0], outcomes, signals)
         finally:
+            self._current = outer
             self.content.switch(None)
             if run.error is not None:
                 self.content.fail()

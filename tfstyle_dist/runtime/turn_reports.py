@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -33,6 +34,23 @@ class Call:
         """The call and the user's line."""
         line = program_line(self.frame)
         return f"{self.kind} at {line}" if line else self.kind
+
+
+def other_thread_runs(deadline: Deadline, threads: Sequence[int | None]) -> DeadlineExceededError:
+    """The error of a thread that calls ``run`` while the run of another thread goes on and on.
+
+    Args:
+        deadline: how long it has waited.
+        threads: of all replicas of the run that goes on.
+    """
+    begun = [replica for replica, thread in enumerate(threads) if thread is not None]
+    return DeadlineExceededError(
+        f"strategy.run waited {deadline} in the thread {threading.current_thread().name!r} for the run of another "
+        "thread, in which no turn has passed meanwhile. One run of a strategy comes after the other, so a step that "
+        "waits for a thread which calls strategy.run waits for itself: call run after the step, in the thread that "
+        "called it. Set TFSTYLE_TIMEOUT_SECONDS (0: no limit) if the work is just long.\n"
+        f"{stacks_of(threads, begun)}"
+    )
 
 
 def given_up(holder: int, threads: Sequence[int | None]) -> str:

@@ -92,8 +92,8 @@ def run(
                 f"inside merge_call."
             )
     arguments, keywords = check_arguments(fn, args, kwargs)
-    alone = nullcontext() if strategy.parameter_store.contents is None else strategy.worker.executor.alone()
-    with alone:  # a thread may train while another one evaluates
+    exclusive = nullcontext() if strategy.parameter_store.contents is None else strategy.worker.executor.exclusive()
+    with exclusive:  # a thread may train while another one evaluates
         return _run_counted(strategy, fn, arguments, keywords)
 
 
