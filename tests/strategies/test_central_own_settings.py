@@ -130,17 +130,23 @@ def test_optimizers_that_a_step_makes(central: Any) -> None:
     assert_as_one_device(build, central)
 
 
-def test_a_setting_that_one_replica_alone_gives_counts(central: Any) -> None:
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_setting_that_one_replica_alone_gives_counts_and_is_said(
+    central: Any, caplog: pytest.LogCaptureFixture, nothing_said_yet: None, alone: int
+) -> None:
     with central.scope():
         model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
     def step() -> None:
-        if td.get_replica_context().replica_id_in_sync_group == 1:
+        if td.get_replica_context().replica_id_in_sync_group == alone:
             optimizer.param_groups[0]["lr"] = 0.125
+        optimizer.param_groups[0]["momentum"] = 0.5
 
     central.run(step)
     assert optimizer.param_groups[0]["lr"] == 0.125
+    assert f"'lr' of group 0 in SGD.param_groups was changed by replica {alone} in strategy.run" in caplog.text
+    assert "momentum" not in caplog.text
 
 
 def test_a_setting_that_is_an_object_of_the_programs(central: Any) -> None:

@@ -206,21 +206,24 @@ def test_a_step_that_raises_has_written_once(central: Any) -> None:
     assert torch.equal(model.weight, before * 0.5)
 
 
-def test_one_replica_alone_is_said(central: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("alone", ["first", "last"])
+def test_one_replica_alone_is_said(
+    central: Any, caplog: pytest.LogCaptureFixture, nothing_said_yet: None, alone: str
+) -> None:
     """As of what is done once: the others find the values before until their next call."""
+    writer = 0 if alone == "first" else central.num_replicas_in_sync - 1
     with central.scope():
-        model = nn.Linear(5 + central.num_replicas_in_sync, 1)  # said once for each shape
-    done: list[bool] = []
+        model = nn.Linear(5, 1)
 
     def step() -> None:
-        if not done:
-            done.append(True)
+        if td.get_replica_context().replica_id_in_sync_group == writer:
             with torch.no_grad():
                 model.weight.fill_(0.5)
 
     central.run(step)
     assert torch.equal(model.weight, torch.full_like(model.weight, 0.5))
-    assert "was written to by replica 0 in strategy.run, and not by replica 1" in caplog.text
+    other = 1 if alone == "first" else 0
+    assert f"was written to by replica {writer} in strategy.run, and not by replica {other}" in caplog.text
 
 
 def test_a_graph_that_has_seen_the_values_before_raises(central: Any) -> None:

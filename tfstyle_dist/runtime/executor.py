@@ -70,7 +70,8 @@ class ReplicaExecutor:
         return self._run_lock
 
     def _wait_for_other_threads(self) -> None:
-        seen, deadline, pause = -1, Deadline(self._timeout), 0.0
+        seen, deadline = -1, Deadline(self._timeout)
+        pause: float | None = 0.0
         while not self._run_lock.acquire(timeout=-1 if pause is None else pause):
             run = self._current
             if run is not None and run.turn.passes != seen:

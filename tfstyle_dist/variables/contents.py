@@ -69,7 +69,7 @@ class ReplicaContents:
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
         self._gone = self._failed = self._ends = self._released = False
         self._inside = HeldInside(self.count, self._places, self.take_object, self._let_go)
-        self.generators, self.settings = self._inside.generators, SharedSettings()
+        self.generators, self.settings = self._inside.generators, SharedSettings(self.count)
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
         self._marks, self._shared = ObjectMarks(), SharedTensors()
         self._data = DataWrites(lambda: self.active, self._places, self.rows, lambda: self._objects, self._shared)

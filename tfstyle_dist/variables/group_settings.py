@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.variables.known_values import GONE, PLAIN, Value, mark_of
 from tfstyle_dist.variables.state_writes import StateWrites
 
@@ -46,9 +47,14 @@ class _Change:
 
 
 class GroupSettings:
-    """The settings of some optimizers during runs."""
+    """The settings of some optimizers during runs.
 
-    def __init__(self) -> None:
+    Args:
+        count: of the replicas.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._optimizers: dict[int, weakref.ref[Any]] = {}
         self._found: dict[Place, Any] = {}  # by the replica whose turn it is
         self._marks: dict[Place, Any] = {}  # of those that may be written to in place
@@ -87,12 +93,13 @@ class GroupSettings:
         self._remember_all()
         self._state.note(self._all())
 
-    def compare(self, replica: int, call: int) -> None:
+    def compare(self, replica: int, call: int, last: bool) -> None:
         """A replica comes to a call that all make, or to its end.
 
         Args:
             replica: local number.
             call: how many such calls it has made now.
+            last: whether all others have made as many.
 
         Raises:
             RuntimeError: it has given a setting another value than a replica before it.
@@ -114,6 +121,10 @@ class GroupSettings:
         self._settle()
         self._remember_all()
         self._state.compare(replica, call, self._all())
+        if last:
+            for (place, number), change in self._changes.items():
+                if number == call and len(change.replicas) < self._count:
+                    self._say_alone(place, change)
 
     def fail(self, last: int) -> None:
         """A run failed: what others than the first replica made of settings before its end is as it was.
@@ -194,6 +205,17 @@ class GroupSettings:
     def _optimizer(self, number: int) -> Any:
         reference = self._optimizers.get(number)
         return None if reference is None else reference()
+
+    def _say_alone(self, place: Place, change: _Change) -> None:
+        number, group, name = place
+        kind = type(self._optimizer(number)).__name__
+        what = "The number of groups" if place[1:] == _ALL_GROUPS else f"{name!r} of group {group}"
+        warn_once(
+            f"a setting of one replica alone {kind} {name}",
+            f"{what} in {kind}.param_groups was changed by replica {change.replica} in strategy.run, and not by all "
+            "replicas. Under central storage there is one optimizer for all of them, so it counts for all from their "
+            "next call on that all make. Let all replicas make it the same, or change it after strategy.run(...).",
+        )
 
     def _said(self, place: Place, change: _Change, then: int, after: Value, lent: bool) -> str:
         number, group, name = place

@@ -19,14 +19,18 @@ from tfstyle_dist.variables.module_settings import Elements, ModuleSettings, Pla
 class SharedSettings:
     """The parameter groups of some optimizers, and the settings of modules.
 
+    Args:
+        count: of the replicas.
+
     Attributes:
         of_groups: of the optimizers that all replicas share.
         iterators: that the step function of the next run names.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self._count = count
         self.iterators: Sequence[Any] = ()
-        self.of_groups = GroupSettings()
+        self.of_groups = GroupSettings(count)
         self._of_modules = ModuleSettings()
         self._runs = 0
         self._known: dict[Place, Any] = {}  # of modules
@@ -77,7 +81,8 @@ class SharedSettings:
             for place in self._known.keys() & before.keys():  # a replica may make settings of its own
                 self._compare((place, call), replica, before[place], self._known[place])
         if self.of_groups:
-            self.of_groups.compare(replica, call)
+            last = all(self._calls.get(other, 0) >= call for other in range(self._count))
+            self.of_groups.compare(replica, call, last)
 
     def _compare(self, key: tuple[Place, int], replica: int, was: Any, now: Any) -> None:
         if was == now:

@@ -228,12 +228,12 @@ class SharedWrites:
                 first.replicas.add(replica)
                 if self._in_place and address_of(value) == address_of(first.after.memory):
                     first.after.put_version(parameters[place])
-        if self._lent:
-            place, write = next(iter(self._lent.items()))
-            self._alone = self._alone or partial(_say_alone, replica, tuple(parameters[place].shape), write.replica)
-            self.settle(parameters)
-        if all(self._calls.get(other, 0) >= call for other in self._replicas):  # the last one may go on at once
-            self.note(parameters, replica)
+        self.settle(parameters)
+        if all(self._calls.get(other, 0) >= call for other in self._replicas):
+            for place, write in writes.items():
+                if others := set(self._replicas) - write.replicas:
+                    self._alone = partial(_say_alone, min(others), tuple(parameters[place].shape), write.replica)
+            self.note(parameters, replica)  # the last one may go on at once
         return written
 
     def _before(self, place: int, now: torch.Tensor) -> _Values | None:
