@@ -67,6 +67,20 @@ def test_attributes_that_the_program_has_as_a_dict(strategy: Any) -> None:
     assert as_dict is vars(options)
 
 
+def test_what_their_class_has_is_each_replicas_own_as_well(strategy: Any, kind: type[Shared]) -> None:
+    class Trainer(kind):  # type: ignore[misc, valid-type]
+        calls = Namespace(count=0)
+
+        def step(self) -> int:
+            self.calls.count += 1 + replica()
+            return self.calls.count
+
+    with strategy.scope():
+        trainer, _ = Trainer(), Trainer()
+        trainer.model = nn.Linear(1, 1)
+    assert results(strategy, trainer.step) == [(1, 2), (2, 4), (3, 6)]
+
+
 def test_without_a_model_they_are_shared_by_who_shares_them(strategy: Any, kind: type[Shared]) -> None:
     one, other = kind(), kind()
     one.mean = 0.0

@@ -21,7 +21,7 @@ from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.copies import Copier, copied
 from tfstyle_dist.variables.record import Record, raw
-from tfstyle_dist.variables.stand_ins import meant_by, set_attributes
+from tfstyle_dist.variables.stand_ins import class_of, set_attributes
 from tfstyle_dist.variables.state_objects import BOXES, MOST_LOOKED_AT, parts_of, stays
 
 _EQUAL_EVERYWHERE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -130,7 +130,7 @@ class ReplicaStates:
         return [(state, [tensor.clone() for tensor in tensors]) for state, tensors in entries]
 
     def _types(self) -> dict[int, str]:
-        return {content.number: type(meant_by(thing)).__name__ for thing, content in self._contents.objects()}
+        return {content.number: class_of(thing).__name__ for thing, content in self._contents.objects()}
 
     def _values(self, replica: int) -> Iterator[tuple[Place, Any]]:
         for thing, content in self._contents.objects():

@@ -15,7 +15,7 @@ from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter, is_lo
 from tfstyle_dist.variables.common_objects import HeldInCommon
 from tfstyle_dist.variables.copies import MOST_ENTRIES
 from tfstyle_dist.variables.record import Record, raw
-from tfstyle_dist.variables.stand_ins import meant_by, set_attributes
+from tfstyle_dist.variables.stand_ins import class_of, set_attributes
 from tfstyle_dist.variables.state_objects import BOXES
 from tfstyle_dist.variables.store import ParameterStore
 
@@ -89,7 +89,7 @@ class WholeState:
             CollectiveMismatchError: the programs have different objects.
         """
         found = {content.number: thing for thing, content in self._contents.objects()}
-        names = {number: type(meant_by(thing)).__name__ for number, thing in found.items()}
+        names = {number: class_of(thing).__name__ for number, thing in found.items()}
         theirs = {number: name for number, name, _ in sent["objects"]}
         different = [n for n in theirs if n in names and names[n] != theirs[n]]
         # Optimizers that all replicas have in common.
@@ -154,7 +154,7 @@ class WholeState:
 
 def _object(writer: ValueWriter, thing: Any, number: int) -> list[Any]:
     attributes = {name: writer.value(v) for name, v in thing.__dict__.items() if is_content(thing, name)}
-    return [number, type(meant_by(thing)).__name__, attributes]
+    return [number, class_of(thing).__name__, attributes]
 
 
 def _lengths(writer: ValueWriter, thing: Any) -> dict[str, list[int]]:

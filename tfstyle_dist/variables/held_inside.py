@@ -35,13 +35,6 @@ from tfstyle_dist.variables.state_objects import (
 _SPACES = (dict, types.SimpleNamespace)
 
 
-class _Plain:
-    """An object whose attributes nobody else has."""
-
-
-_OWN = sys.getrefcount(object.__getattribute__(_Plain(), "__dict__"))
-
-
 def stand_in_for(value: Any, part: Belongs, arrays: bool = True) -> StandIn | None:
     """What stands for an object that is content, as a plain one would be, if its attributes cannot be exchanged.
 
@@ -57,13 +50,18 @@ def stand_in_for(value: Any, part: Belongs, arrays: bool = True) -> StandIn | No
         return Entries(value)
     if (stand_in := slotted(value, part, arrays)) is not None:
         return stand_in
-    return Entries(value.__dict__) if _others_have_attributes_of(value) and is_state(value, part, arrays) else None
+    several = _others_have_attributes_of(value) and is_state(value, part, arrays)
+    return Entries(value.__dict__, type(value)) if several else None
 
 
 def _others_have_attributes_of(value: Any) -> bool:
     if not type(value).__dictoffset__ or isinstance(value, HOLDERS):
         return False
-    return sys.getrefcount(object.__getattribute__(value, "__dict__")) > _OWN
+    return _references(value) > _ALONE
+
+
+def _references(value: Any) -> int:
+    return sys.getrefcount(object.__getattribute__(value, "__dict__"))
 
 
 def has_entries(value: Any, part: Belongs, arrays: bool = True) -> bool:
@@ -111,6 +109,14 @@ def _is_namespace(value: Any) -> bool:
         return False
     attributes = object.__getattribute__(value, "__dict__")
     return attributes is value or (hasattr(kind, "__getattr__") and not attributes)
+
+
+class _Plain:
+    """An object whose attributes nobody else has."""
+
+
+_plain = _Plain()
+_ALONE = _references(_plain)
 
 
 class HeldInside:

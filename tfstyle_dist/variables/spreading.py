@@ -18,7 +18,7 @@ from tfstyle_dist.variables.marks import Mark
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import are_alike, has_memory_at
 from tfstyle_dist.variables.parameter_rows import ParameterRows
-from tfstyle_dist.variables.stand_ins import meant_by
+from tfstyle_dist.variables.stand_ins import class_of
 from tfstyle_dist.variables.state_objects import Belongs, belongings, parts_of_optimizer
 
 Things = Sequence[tuple[Any, ObjectContent]]
@@ -116,7 +116,7 @@ class Spreader:
         filled = self._unfilled
         try:
             for one, its, has in filled:
-                self.discovery.follow_class(type(meant_by(one)))
+                self.discovery.follow_class(class_of(one))
                 now = one.__dict__
                 for replica, own in enumerate(its.dicts):
                     if own is not now:

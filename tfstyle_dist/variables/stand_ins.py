@@ -53,12 +53,14 @@ class StandIn:
 
     Attributes:
         same: the object, and what other replicas have in its place: the same.
+        kind: its class; of a dict that holds the attributes of objects, theirs.
     """
 
-    __slots__ = ("__weakref__", "_held", "same")
+    __slots__ = ("__weakref__", "_held", "kind", "same")
 
-    def __init__(self, thing: Any) -> None:
+    def __init__(self, thing: Any, kind: type | None = None) -> None:
         self.same, self._held = (thing, thing), dict[str, Any]()
+        self.kind = kind or type(thing)
 
     @property
     def __dict__(self) -> dict[str, Any]:
@@ -93,6 +95,11 @@ class StandIn:
 def meant_by(thing: Any) -> Any:
     """The object that a stand-in stands for; any other one is meant itself."""
     return thing.same[0] if isinstance(thing, StandIn) else thing
+
+
+def class_of(thing: Any) -> type:
+    """The class of an object, or of the one that a stand-in stands for."""
+    return thing.kind if isinstance(thing, StandIn) else type(thing)
 
 
 def set_attributes(thing: Any, attributes: dict[str, Any]) -> None:
