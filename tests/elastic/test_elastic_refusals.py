@@ -30,7 +30,7 @@ def test_what_is_no_number_or_no_options_is_refused() -> None:
         tfd.experimental.Elastic(replicas="4")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"experimental.Elastic"):
         tfd.MultiWorkerMirroredStrategy(elastic=4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="replicas=1"):
+    with pytest.raises(ValueError, match="must be at least 2, got 1"):
         tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=1))
     with pytest.raises(ValueError, match="neither devices"):
         tfd.MultiWorkerMirroredStrategy(devices=["cpu:0"], elastic=tfd.experimental.Elastic(replicas=2))

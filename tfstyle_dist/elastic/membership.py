@@ -55,7 +55,8 @@ class Membership(Attendance):
         if self._closed:
             raise UnavailableError(
                 f"Worker {self.me} has left the elastic job, because its strategy was closed or a step raised here. "
-                "Start it anew together with all others."
+                "The other workers go on without it. End this process and start it again, alone: it joins them "
+                "(launch --elastic does that)."
             )
         with self._changed:
             member = self._running()

@@ -53,6 +53,11 @@ class Elastic:
                 raise TypeError(f"Elastic({name}=) must be a whole number, got {value!r}.")
             if value < 1:
                 raise ValueError(f"Elastic({name}=) must be at least 1, got {value}.")
+        if self.replicas < 2:
+            raise ValueError(
+                "Elastic(replicas=) must be at least 2, got 1: with one replica there is nothing that another worker "
+                "could take over. Give as many replicas as there will be workers, or leave elastic= out."
+            )
         if self.min_workers > self.replicas:
             raise ValueError(
                 f"Elastic(replicas={self.replicas}, min_workers={self.min_workers}): every worker holds at least one "
@@ -67,7 +72,8 @@ class Elastic:
         if not 0 < self.beat_every < self.suspect_after:
             raise ValueError(
                 f"Elastic(beat_every={self.beat_every:g}, suspect_after={self.suspect_after:g}): a worker counts as "
-                "lost after suspect_after seconds without a beat, so beat_every must be positive and the smaller one."
+                "lost after suspect_after seconds without a beat, so beat_every must be positive and the smaller one: "
+                "leave it at 0.1, or give a larger suspect_after."
             )
 
 

@@ -11,6 +11,8 @@ class AbsentNames:
     """Base of strategies: says what to write instead of a name that there is not."""
 
     if not TYPE_CHECKING:
+        all_gather = AbsentName("write tfd.get_replica_context().all_gather(value, axis) in the step function")
+        all_reduce = AbsentName('write tfd.get_replica_context().all_reduce("SUM", value) in the step function')
         backward = AbsentName("write loss.backward() in the function that strategy.run gets")
         device = AbsentName(
             "leave it out: models of strategy.scope() and batches of a distributed dataset are on the replicas' devices"
@@ -22,12 +24,17 @@ class AbsentNames:
         prepare = AbsentName(
             "write with strategy.scope(): around the model, and strategy.experimental_distribute_dataset(loader)"
         )
-        rank = AbsentName("write strategy.is_chief to print and to write files once, or torch.distributed.get_rank()")
+        rank = AbsentName(
+            "write strategy.is_chief to print and to write files once; under torchrun the number of this "
+            "worker is torch.distributed.get_rank()"
+        )
         save = AbsentName("write tfd.train.Checkpoint(model=model).save(prefix), on every worker")
         schedule = AbsentName(
             "write tfd.coordinator.ClusterCoordinator(strategy).schedule, with a ParameterServerStrategy"
         )
-        wait_for_everyone = AbsentName("write torch.distributed.barrier(); most programs need none")
+        wait_for_everyone = AbsentName(
+            "leave it out, as most programs need none; under torchrun torch.distributed.barrier() waits for all workers"
+        )
         world_size = AbsentName("write strategy.num_replicas_in_sync")
 
 

@@ -249,8 +249,6 @@ def _tasks(options: Elastic, resolver: ClusterResolver) -> tuple[int, list[tuple
             "them (CUDA_VISIBLE_DEVICES=), or leave elastic= out."
         )
     tasks, rank = roles.training_tasks(resolver)
-    if options.replicas < 2:
-        raise ValueError("Elastic(replicas=1): with one replica there is nothing that another worker could take over.")
     if len(tasks) > options.replicas:
         raise ValueError(
             f"The cluster has {len(tasks)} workers and Elastic(replicas={options.replicas}): every worker holds at "

@@ -69,13 +69,13 @@ class StandIn:
 
     @__dict__.setter
     def __dict__(self, attributes: dict[str, Any]) -> None:
-        self.write(attributes)
+        self._write(attributes)
         self._held = attributes
 
     def renewed(self) -> dict[str, Any]:
         """Its ``__dict__``, for who has it and must see what was written since."""
         self._held.clear()
-        self._held.update(self.read())
+        self._held.update(self._read())
         return self._held
 
     @property
@@ -85,10 +85,10 @@ class StandIn:
         own = getattr(type(thing), "__dictoffset__", 0) and object.__getattribute__(thing, "__dict__") is thing
         return sys.getrefcount(thing) - bool(own) <= _ALONE
 
-    def read(self) -> Iterable[tuple[str, Any]]:
+    def _read(self) -> Iterable[tuple[str, Any]]:
         raise NotImplementedError
 
-    def write(self, attributes: Mapping[str, Any]) -> None:
+    def _write(self, attributes: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
 
@@ -112,11 +112,11 @@ class Entries(StandIn):
 
     __slots__ = ()
 
-    def read(self) -> Iterable[tuple[str, Any]]:
+    def _read(self) -> Iterable[tuple[str, Any]]:
         box = entries_of(self.same[0])
         return _kind_of(box).items(box)  # type: ignore[no-any-return]
 
-    def write(self, attributes: Mapping[str, Any]) -> None:
+    def _write(self, attributes: Mapping[str, Any]) -> None:
         """Who iterates over the dict meanwhile goes on if the keys are the same."""
         box = entries_of(self.same[0])
         kind = _kind_of(box)
@@ -142,7 +142,7 @@ class Slots(StandIn):
         self._slots = slots_of(type(thing))
         self._others = Entries(thing) if type(thing).__dictoffset__ else None
 
-    def read(self) -> Iterator[tuple[str, Any]]:
+    def _read(self) -> Iterator[tuple[str, Any]]:
         thing = self.same[0]
         for name, slot in self._slots.items():
             try:
@@ -150,9 +150,9 @@ class Slots(StandIn):
             except AttributeError:  # nothing
                 continue
         if self._others is not None:
-            yield from self._others.read()
+            yield from self._others._read()
 
-    def write(self, attributes: Mapping[str, Any]) -> None:
+    def _write(self, attributes: Mapping[str, Any]) -> None:
         thing = self.same[0]
         for name, slot in self._slots.items():
             if name in attributes:
@@ -161,7 +161,7 @@ class Slots(StandIn):
                 with contextlib.suppress(AttributeError):  # nothing was there
                     slot.__delete__(thing)
         if self._others is not None:
-            self._others.write({name: value for name, value in attributes.items() if name not in self._slots})
+            self._others._write({name: value for name, value in attributes.items() if name not in self._slots})
 
 
 class WeakEntries(StandIn):
@@ -178,7 +178,7 @@ class WeakEntries(StandIn):
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._keys: dict[str, weakref.ref[Any]] = {}
 
-    def read(self) -> Iterator[tuple[str, Any]]:
+    def _read(self) -> Iterator[tuple[str, Any]]:
         for key, value in list(self.same[0].items()):
             if (name := self._names.get(key)) is None:
                 name = self._names[key] = str(next(self._numbers))
@@ -187,8 +187,8 @@ class WeakEntries(StandIn):
         if len(self._keys) > 2 * len(self._names) + _LEFT:
             self._keys = {name: key for name, key in self._keys.items() if key() is not None}
 
-    def write(self, attributes: Mapping[str, Any]) -> None:
-        box, had = self.same[0], dict(self.read())
+    def _write(self, attributes: Mapping[str, Any]) -> None:
+        box, had = self.same[0], dict(self._read())
         for name in had.keys() - attributes.keys():
             if (key := self._key(name)) is not None:
                 box.pop(key, None)
