@@ -44,7 +44,7 @@ class ReplicaContents:
         count, first: the local replicas; the one whose content cross-replica context shows.
         rows: the insides of parameters.
         taken: how many objects were taken so far; they are numbered.
-        generators, random, settings: those that are content; the replicas' random numbers; what replicas share.
+        generators, random, settings: gives those of torch; the replicas' random numbers; what replicas share.
         on_take, discovery: called with the content of an object that is found in a run; what finds them.
         may_differ: whether replicas may have other parameters: the program asked for updates of their own.
         data_reads: to be installed as long as the strategy is open.
@@ -183,7 +183,7 @@ class ReplicaContents:
         if isinstance(value, torch.Tensor):
             return self._take_tensor(value)
         arrays = self.common is None  # in an elastic job arrays are a worker's
-        if self._inside.take(value, part, arrays, generators_alone=self._released):
+        if not self._released and self._inside.take(value, part, arrays):
             return True
         if self._released or not state_objects.is_state(value, part, arrays):
             for own in () if self.common is None else self.common.add(value):

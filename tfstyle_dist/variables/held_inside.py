@@ -14,9 +14,7 @@ import torch
 
 from tfstyle_dist.runtime.random_streams import is_of_the_streams
 from tfstyle_dist.variables.copies import ATOMS, DICTS, is_container
-from tfstyle_dist.variables.generator_states import GeneratorStates
 from tfstyle_dist.variables.inner_states import InnerStates, has_inner_state, is_common
-from tfstyle_dist.variables.object_content import when_gone
 from tfstyle_dist.variables.stand_ins import Entries, StandIn, entries_of
 from tfstyle_dist.variables.state_objects import (
     FEW,
@@ -104,8 +102,8 @@ class HeldInside:
         let_go: called with the ``id`` of what is gone.
 
     Attributes:
-        generators: their states.
-        same: of all others what other replicas have in their place, by ``id``: the same.
+        generators: gives those of torch, with the state of each for every replica.
+        same: what other replicas have in their place, by ``id``: the same.
     """
 
     def __init__(
@@ -116,27 +114,23 @@ class HeldInside:
         let_go: Callable[[int], None],
     ) -> None:
         self._count, self._places, self._take, self._let_go = count, places, take, let_go
-        self.generators, self._inner = GeneratorStates(), InnerStates(self._forget)
+        self._inner = InnerStates(self._forget)
+        self.generators = self._inner.generators
         self._stand_ins: dict[int, StandIn] = {}  # by the ``id`` of the object; exchanged as other objects are
         self.same: dict[int, tuple[Any, Any]] = {}
 
-    def take(self, value: Any, part: Belongs, arrays: bool, generators_alone: bool) -> bool:
+    def take(self, value: Any, part: Belongs, arrays: bool) -> bool:
         """Exchanges what is inside of an object from now on; returns whether something is.
 
         Args:
             value: any object.
             part: what it was found in.
             arrays: whether replicas have elements of their own in small arrays, and streams of random numbers.
-            generators_alone: all else is as it is for any object.
         """
-        if isinstance(value, torch.Generator):
-            if not is_of_the_streams(value):
-                self.generators.add(value, self._count, when_gone(self._let_go, id(value)))
-                self._places[id(value)] = True
+        of_torch = isinstance(value, torch.Generator)
+        if of_torch and is_of_the_streams(value):
             return True
-        if generators_alone:
-            return False
-        if arrays and has_inner_state(value):
+        if of_torch or (arrays and has_inner_state(value)):
             self.same[id(value)] = self._inner.add(value, self._count)
         elif (stand_in := stand_in_for(value, part, arrays)) is not None:
             self.same[id(value)], self._stand_ins[id(value)] = stand_in.same, stand_in
@@ -152,7 +146,6 @@ class HeldInside:
 
     def switch(self, before: int, after: int) -> None:
         """All have what replica ``before`` has made of them; they get that of ``after``."""
-        self.generators.switch(before, after)
         if self._inner.kept:
             self._inner.switch(before, after)
 
@@ -162,19 +155,16 @@ class HeldInside:
         Args:
             everything: all is.
         """
-        self.generators.renew(everything)
         if self._inner.kept:
             self._inner.renew(everything)
 
     def mark(self) -> None:
         """Remembers all as it is."""
-        self.generators.mark()
         if self._inner.kept:
             self._inner.mark()
 
     def drop_dead(self) -> None:
         """Forgets what is gone, and what nobody holds but this object."""
-        self.generators.drop_dead()
         if self._inner.kept:
             self._inner.drop_dead()
         while gone := [number for number, stand_in in self._stand_ins.items() if stand_in.is_alone]:
