@@ -15,6 +15,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.runtime.random_streams import RandomStreams
+from tfstyle_dist.runtime.replica_run import Content
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import kept_buffers, metrics, state_objects
 from tfstyle_dist.variables.common_objects import CommonObjects
@@ -31,7 +32,7 @@ from tfstyle_dist.variables.shared_tensors import SharedTensors
 from tfstyle_dist.variables.spreading import Spreader
 
 
-class ReplicaContents:
+class ReplicaContents(Content):
     """The content of all objects of one strategy; what a ``TurnRun`` exchanges.
 
     Args:
@@ -181,7 +182,9 @@ class ReplicaContents:
         if id(value) in self._places:
             return True
         if isinstance(value, torch.Tensor):
-            return self._take_tensor(value)
+            if state_objects.is_trained(value) and not isinstance(value, (Replicated, torch.nn.UninitializedParameter)):
+                self._add_row(value)
+            return id(value) in self._places
         arrays = self.common is None  # in an elastic job arrays are a worker's
         if not self._released and self._inside.take(value, part, arrays):
             return True
@@ -199,18 +202,15 @@ class ReplicaContents:
         self.take_object(value, max(part, state_objects.belongings(value)))
         return True
 
-    def _take_tensor(self, value: torch.Tensor) -> bool:
-        if not state_objects.is_trained(value) or isinstance(value, (Replicated, torch.nn.UninitializedParameter)):
-            return False
+    def _add_row(self, value: torch.Tensor) -> None:
         self._places[id(value)] = self.rows.add(value, when_gone(self._let_go, id(value)), self._running)
-        return True
 
     def take_object(self, value: Any, parts: state_objects.Belongs = state_objects.Belongs.NOTHING) -> None:
         """Makes the attributes of any object, or the values of any tensor, content; ``parts``: what its own are."""
         if id(value) in self._places or self._released:
             return
         if type(value) is torch.Tensor and not value.requires_grad:
-            self._places[id(value)] = self.rows.add(value, when_gone(self._let_go, id(value)), self._running)
+            self._add_row(value)
             return
         dicts: list[dict[str, Any]] = [value.__dict__ if r == self.shown else {} for r in range(self.count)]
         content = self._places[id(value)] = ObjectContent(value, dicts, when_gone(self._let_go, id(value)), self.taken)
