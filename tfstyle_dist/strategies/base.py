@@ -165,7 +165,7 @@ class Strategy(AbsentNames):
 
     # ---- training ---------------------------------------------------------------------------------------------
 
-    run = running.run
+    run, _run = running.run, running.run_counted
     experimental_distribute_dataset = inputs.experimental_distribute_dataset
     distribute_datasets_from_function = inputs.distribute_datasets_from_function
     experimental_distribute_datasets_from_function = inputs.experimental_distribute_datasets_from_function
