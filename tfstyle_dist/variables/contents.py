@@ -20,8 +20,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import kept_buffers, metrics, state_objects
 from tfstyle_dist.variables.common_objects import CommonObjects
 from tfstyle_dist.variables.counterparts import Counterparts
-from tfstyle_dist.variables.data_reads import DataReads
-from tfstyle_dist.variables.data_writes import DataWrites
+from tfstyle_dist.variables.data_writes import DataReads, DataWrites
 from tfstyle_dist.variables.held_inside import HeldInside
 from tfstyle_dist.variables.home_buffers import HomeBuffers
 from tfstyle_dist.variables.object_content import ObjectContent, ObjectMarks, when_gone

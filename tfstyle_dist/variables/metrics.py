@@ -12,7 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.runtime.context import current_replica
 from tfstyle_dist.variables.gathered_tensors import of_all_replicas
 from tfstyle_dist.variables.object_content import ObjectContent
+
+if TYPE_CHECKING:
+    from tfstyle_dist.variables.contents import ReplicaContents
 
 
 def _is_of_torchmetrics(thing: Any) -> bool:
@@ -37,22 +40,6 @@ def _first_class_of(metric: Any) -> Any:
     return next(kind for kind in type(metric).__mro__ if "metric_state" in vars(kind))
 
 
-class Contents(Protocol):
-    """What a metric is told of the objects of its strategy: a ``ReplicaContents``."""
-
-    common: Any
-
-    @property
-    def shown(self) -> int:
-        """The replica whose content the objects hold."""
-
-    def run(self, function: Callable[[], None]) -> Any:
-        """The strategy's."""
-
-    def objects(self) -> list[tuple[Any, ObjectContent]]:
-        """All objects."""
-
-
 class JointMetric:
     """What a metric of several replicas of this process does outside of ``run``.
 
@@ -64,7 +51,7 @@ class JointMetric:
 
     methods: tuple[str, ...] = "compute", "reset", "forward", "update", "sync", "unsync"
 
-    def __init__(self, metric: Any, content: ObjectContent, contents: Contents) -> None:
+    def __init__(self, metric: Any, content: ObjectContent, contents: ReplicaContents) -> None:
         self._metric, self._content, self._contents = weakref.ref(metric), content, weakref.ref(contents)
         self._counts = False  # a batch, for ``forward``
         self._counted = False  # something since ``reset``, by replicas
@@ -87,7 +74,7 @@ class JointMetric:
     def _settings(self) -> dict[str, Any]:
         return {"distributed_available_fn": _in_a_replica, "dist_sync_fn": of_all_replicas}
 
-    def _living(self) -> Contents | None:
+    def _living(self) -> ReplicaContents | None:
         """The contents.
 
         Raises:
@@ -266,7 +253,7 @@ class _Method:
         return getattr, (self._metric, self._name)
 
 
-def bind(thing: Any, content: ObjectContent, contents: Contents) -> None:
+def bind(thing: Any, content: ObjectContent, contents: ReplicaContents) -> None:
     """Makes a metric join what all replicas have counted; nothing for anything else.
 
     A metric whose constructor was told how to join stays as it is.
