@@ -140,14 +140,18 @@ def write_component(component: torch.Tensor, op: str, value: torch.Tensor) -> No
 
 def write_all(record: Record, op: str, value: torch.Tensor) -> None:
     """Applies one write to every copy, once to those that share their storage."""
-    seen: set[int] = set()
+    for component in in_own_memory(record):
+        write_component(component, op, value)
+
+
+def in_own_memory(record: Record) -> list[torch.Tensor]:
+    """The copies, of those that share their storage one."""
     if len(record.components) == 1:  # also where a tensor has no address, as on XLA devices
-        write_component(record.components[0], op, value)
-        return
+        return list(record.components)
+    found: dict[int, torch.Tensor] = {}
     for component in record.components:
-        if component.data_ptr() not in seen or component.numel() == 0:
-            seen.add(component.data_ptr())
-            write_component(component, op, value)
+        found.setdefault(component.data_ptr() or id(component), component)
+    return list(found.values())
 
 
 def without_nan(op: str, value: torch.Tensor, component: torch.Tensor) -> torch.Tensor:
