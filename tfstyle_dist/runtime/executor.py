@@ -16,10 +16,9 @@ from tfstyle_dist.core.errors import ReplicaAborted
 from tfstyle_dist.runtime import interrupts, turn_reports
 from tfstyle_dist.runtime.ambient import Ambient
 from tfstyle_dist.runtime.clocks import STOPPED, Clock
-from tfstyle_dist.runtime.cores import Core
 from tfstyle_dist.runtime.openmp_pools import OpenMPPools
 from tfstyle_dist.runtime.replica_run import Content
-from tfstyle_dist.runtime.team import Job, Team
+from tfstyle_dist.runtime.team import Core, Job, Team
 from tfstyle_dist.runtime.turns import TurnRun
 
 

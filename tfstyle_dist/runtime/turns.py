@@ -23,10 +23,9 @@ from tfstyle_dist.core.tracing import region
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.runtime import turn_reports
 from tfstyle_dist.runtime.clocks import STOPPED, WAIT, Clock
-from tfstyle_dist.runtime.cores import Core
 from tfstyle_dist.runtime.interrupts import Interrupts
 from tfstyle_dist.runtime.replica_run import Action, Content
-from tfstyle_dist.runtime.team import end_code_of
+from tfstyle_dist.runtime.team import Core, end_code_of
 from tfstyle_dist.runtime.turn import Turn, next_of
 from tfstyle_dist.runtime.turn_reports import Call
 
