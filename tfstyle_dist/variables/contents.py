@@ -220,11 +220,6 @@ class ReplicaContents(Content):
             self._things.append((value, content))
         self._spreader.fill(value, content, parts, self._has_taken)
 
-    def check_adoptable(self, value: Any) -> None:
-        """Raises TypeError for what is no content and has no attributes that could be exchanged."""
-        if id(value) not in self._places:
-            state_objects.check_adoptable(value)
-
     def _has_taken(self, thing: Any, content: ObjectContent) -> None:
         metrics.bind(thing, content, self)
         content.mark(thing.__dict__)

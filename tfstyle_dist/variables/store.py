@@ -21,6 +21,7 @@ from tfstyle_dist.variables.object_content import when_gone
 from tfstyle_dist.variables.ordered import WeakOrderedSet
 from tfstyle_dist.variables.record import Living, MadeInTurns, Placement, Record
 from tfstyle_dist.variables.shared_home import SharedHome
+from tfstyle_dist.variables.state_objects import check_adoptable
 
 live_stores: weakref.WeakSet[ParameterStore] = weakref.WeakSet()
 """Those that take modules over."""
@@ -58,10 +59,9 @@ class ParameterStore:
         self.ops, self.first_replica_is_global = strategy.cross_device_ops, strategy.first_replica_is_global
         self.worker, self.parameter_device = worker, parameter_device
         self.placement = Placement.MIRRORED if parameter_device is None else Placement.CENTRAL
-        elsewhere = parameter_device is not None and worker.computes_elsewhere(parameter_device.torch_device)
+        home = None if parameter_device is None else parameter_device.torch_device
         self.contents: ReplicaContents | None = None
-        if worker.num_local_replicas > 1 or elsewhere:
-            home = None if parameter_device is None else parameter_device.torch_device
+        if worker.num_local_replicas > 1 or (home is not None and worker.computes_elsewhere(home)):
             self.contents = ReplicaContents(worker, home, self.adopt_stray, self._run)
             self._taken = -1
             worker.executor.content = self.contents
@@ -138,7 +138,8 @@ class ParameterStore:
         if self.contents is not None:
             if not isinstance(thing, torch.Tensor):
                 self.contents.discovery.look(None, (thing,))
-                self.contents.check_adoptable(thing)
+                if not self.contents.holds(thing):
+                    check_adoptable(thing)
             self.contents.take_object(thing)
             self.contents.finish_taking()
 
