@@ -37,7 +37,7 @@ class ReplicaContents(Content):
     Args:
         worker: the local replicas.
         home: under central storage the device of the one copy of all parameters; ``None`` otherwise.
-        adopt, run: called with a parameter that a module got outside of every scope, and the module; the strategy's.
+        adopt, run: called with a module that may have got parameters outside of every scope; the strategy's.
 
     Attributes:
         active: the replica whose content the objects hold; ``None``: that of cross-replica context.
@@ -55,7 +55,7 @@ class ReplicaContents(Content):
         self,
         worker: Worker,
         home: torch.device | None,
-        adopt: Callable[[torch.Tensor, torch.nn.Module], None],
+        adopt: Callable[[torch.nn.Module], None],
         run: Callable[[Callable[[], None]], Any],
     ) -> None:
         self.count, self._one_copy, self.run = worker.num_local_replicas, home is not None, run
