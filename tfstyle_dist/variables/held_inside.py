@@ -89,11 +89,11 @@ def _is_namespace(value: Any) -> bool:
     return attributes is value or (hasattr(kind, "__getattr__") and not attributes)
 
 
-class HeldInside:
+class HeldInside(InnerStates):
     """The generators, arrays, dicts, namespaces and objects without a ``__dict__`` that are content.
 
     Nothing can refer to dicts and namespaces weakly, nor to most objects with slots: these are held as long as others
-    hold them.
+    hold them. Their entries are compared, and exchanged, as attributes of other objects are.
 
     Args:
         count: of the replicas.
@@ -102,7 +102,6 @@ class HeldInside:
         let_go: called with the ``id`` of what is gone.
 
     Attributes:
-        generators: gives those of torch, with the state of each for every replica.
         same: what other replicas have in their place, by ``id``: the same.
     """
 
@@ -113,9 +112,8 @@ class HeldInside:
         take: Callable[[Any, Belongs], None],
         let_go: Callable[[int], None],
     ) -> None:
-        self._count, self._places, self._take, self._let_go = count, places, take, let_go
-        self._inner = InnerStates(self._forget)
-        self.generators = self._inner.generators
+        super().__init__(self._forget)
+        self._count, self._places, self._take, self._tell = count, places, take, let_go
         self._stand_ins: dict[int, StandIn] = {}  # by the ``id`` of the object; exchanged as other objects are
         self.same: dict[int, tuple[Any, Any]] = {}
 
@@ -131,7 +129,7 @@ class HeldInside:
         if of_torch and is_of_the_streams(value):
             return True
         if of_torch or (arrays and has_inner_state(value)):
-            self.same[id(value)] = self._inner.add(value, self._count)
+            self.same[id(value)] = self.add(value, self._count)
         elif (stand_in := stand_in_for(value, part, arrays)) is not None:
             self.same[id(value)], self._stand_ins[id(value)] = stand_in.same, stand_in
             self._take(stand_in, max(part, belongings(stand_in)))
@@ -142,39 +140,19 @@ class HeldInside:
 
     def _forget(self, number: int) -> None:
         self.same.pop(number, None)
-        self._let_go(number)
-
-    def switch(self, before: int, after: int) -> None:
-        """All have what replica ``before`` has made of them; they get that of ``after``."""
-        if self._inner.kept:
-            self._inner.switch(before, after)
-
-    def renew(self, everything: bool) -> None:
-        """What cross-replica context has changed is as it left it; entries are compared as attributes are.
-
-        Args:
-            everything: all is.
-        """
-        if self._inner.kept:
-            self._inner.renew(everything)
-
-    def mark(self) -> None:
-        """Remembers all as it is."""
-        if self._inner.kept:
-            self._inner.mark()
+        self._tell(number)
 
     def drop_dead(self) -> None:
-        """Forgets what is gone, and what nobody holds but this object."""
-        if self._inner.kept:
-            self._inner.drop_dead()
+        """Forgets what nobody holds but this object."""
+        super().drop_dead()
         while gone := [number for number, stand_in in self._stand_ins.items() if stand_in.is_alone]:
             for number in gone:
                 del self._stand_ins[number], self._places[number], self.same[number]
 
     def clear(self) -> None:
         """Nobody asks for what this holds any more."""
-        for number in [*self._stand_ins, *(id(kept.value) for kept in self._inner.kept)]:
+        for number in [*self._stand_ins, *(id(kept.value) for kept in self.kept)]:
             del self._places[number]
         self._stand_ins.clear()
-        self._inner.kept = []
+        self.kept = []
         self.same.clear()
