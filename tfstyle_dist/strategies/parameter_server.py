@@ -166,11 +166,6 @@ class ParameterServerStrategy(Strategy):
     # ---- facts ------------------------------------------------------------------------------------------------
 
     @property
-    def cluster_resolver(self) -> Any:
-        """The resolver the strategy was made with."""
-        return self._resolver
-
-    @property
     def adopts_modules(self) -> bool:
         """Modules built in the scope move to the servers."""
         return True

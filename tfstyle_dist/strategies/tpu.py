@@ -90,11 +90,6 @@ class TPUStrategy(MirroredVariables):
     # ---- facts ------------------------------------------------------------------------------------------------
 
     @property
-    def cluster_resolver(self) -> Any:
-        """The resolver the strategy was made with."""
-        return self._resolver
-
-    @property
     def device(self) -> torch.device:
         """Where this replica's tensors live."""
         return self.adapter.device
