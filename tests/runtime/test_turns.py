@@ -11,7 +11,7 @@ import pytest
 
 from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError, ReplicaAborted
 from tfstyle_dist.runtime import turn as turn_module
-from tfstyle_dist.runtime.replica_run import InlineRun, NoContent
+from tfstyle_dist.runtime.replica_run import Content, InlineRun
 from tfstyle_dist.runtime.turn import Turn
 from tfstyle_dist.runtime.turns import TurnRun
 
@@ -155,7 +155,7 @@ def test_the_run_is_over_when_the_first_replica_has_the_turn_again() -> None:
     """Not as soon as the last function has returned: its thread still has to give the objects back."""
     events: list[str] = []
 
-    class Slow(NoContent):
+    class Slow(Content):
         def switch(self, replica: int | None) -> None:
             if replica == 0:
                 threading.Event().wait(0.3)

@@ -6,6 +6,8 @@ import sys
 import time
 from datetime import timedelta
 
+from tfstyle_dist.core.program_line import stack_from
+
 _LOOK_SECONDS = 1.0  # a debugger is looked for that often, and four times within a shorter limit
 
 
@@ -64,10 +66,5 @@ class Deadline:
 
 def debugger_active() -> bool:
     """Whether some thread of this process sits at a pdb prompt."""
-    for frame in sys._current_frames().values():
-        current = frame
-        while current is not None:
-            if current.f_code.co_name in ("interaction", "_interaction") and "pdb" in current.f_code.co_filename:
-                return True
-            current = current.f_back  # type: ignore[assignment]
-    return False
+    codes = (one.f_code for frame in sys._current_frames().values() for one in stack_from(frame))
+    return any(code.co_name in ("interaction", "_interaction") and "pdb" in code.co_filename for code in codes)

@@ -11,8 +11,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -32,21 +32,27 @@ def gloo_interface() -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME") or None
 
 
-@contextmanager
-def gloo_interface_set(name: str | None) -> Iterator[None]:
+def gloo_interface_set(name: str | None) -> AbstractContextManager[None]:
     """Sets ``GLOO_SOCKET_IFNAME`` for a while, unless the user has.
 
     Args:
         name: the interface, ``None`` to leave the choice to Gloo.
     """
-    if name is None or gloo_interface() is not None:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = name
+    return set_for_a_while({} if name is None else {"GLOO_SOCKET_IFNAME": name})
+
+
+@contextmanager
+def set_for_a_while(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Sets those of some variables that are not there, or are empty, and puts them back at the end."""
+    before = {name: value for name in wanted if not (value := os.environ.get(name))}
+    os.environ.update({name: wanted[name] for name in before})
     try:
         yield
     finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def timeout(default: timedelta | None = DEFAULT_TIMEOUT) -> timedelta | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+
+from tfstyle_dist.core import env
 
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -159,8 +161,7 @@ def set_job_has_ended() -> None:
     os.environ[_JOB_ENDED_FILE] = os.devnull  # is always there
 
 
-@contextmanager
-def launcher_variables_set(launch: Launch, address: tuple[str, int]) -> Iterator[None]:
+def launcher_variables_set(launch: Launch, address: tuple[str, int]) -> AbstractContextManager[None]:
     """Sets torchrun's variables for a while, for a library that learns of the workers in no other way.
 
     Variables that are there already stay as they are; those that were not are removed at the end.
@@ -169,18 +170,7 @@ def launcher_variables_set(launch: Launch, address: tuple[str, int]) -> Iterator
         launch: the ranks.
         address: host and port for ``MASTER_ADDR`` and ``MASTER_PORT``; nobody needs to listen there.
     """
-    wanted = _launcher_variables(launch, address)
-    before = {name: os.environ.get(name) for name in wanted}
-    added = [name for name, value in before.items() if not value]
-    for name in added:
-        os.environ[name] = wanted[name]
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
-            if (value := before[name]) is not None:
-                os.environ[name] = value
+    return env.set_for_a_while(_launcher_variables(launch, address))
 
 
 def slurm_job_id() -> int:

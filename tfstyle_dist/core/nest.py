@@ -14,13 +14,10 @@ leaves = pytree.tree_leaves
 
 def map_structure(fn: Callable[[Any], Any], structure: Any) -> Any:
     """``structure`` with ``fn`` applied to each leaf. A bare leaf, the common case, costs no tree walk."""
-    if type(structure) not in pytree.SUPPORTED_NODES:
-        # namedtuples, and what a user registered, are nodes too but not by exact type.
-        if not isinstance(structure, tuple) and not pytree.tree_is_leaf(structure):
-            return pytree.tree_map(fn, structure)
-        if not isinstance(structure, tuple):
-            return fn(structure)
-    return pytree.tree_map(fn, structure)
+    is_node = type(structure) in pytree.SUPPORTED_NODES
+    # namedtuples, and what a user registered, are nodes too but not by exact type.
+    is_node = is_node or isinstance(structure, tuple) or not pytree.tree_is_leaf(structure)
+    return pytree.tree_map(fn, structure) if is_node else fn(structure)
 
 
 def assert_same_structure(structures: Sequence[Any], what: str) -> tuple[list[list[Any]], Any]:

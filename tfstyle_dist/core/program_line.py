@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import FrameType
 
 _NOT_THE_USERS = {
@@ -28,8 +29,14 @@ def program_line(frame: FrameType | None) -> str:
     Returns:
         ``file:line``; empty if there is none.
     """
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
+    for one in stack_from(frame):
+        if one.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
+            return f"{one.f_code.co_filename}:{one.f_lineno}"
     return ""
+
+
+def stack_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame, and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from types import TracebackType
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from tfstyle_dist.core import torch_internals
 
 PREFIX = "tfstyle_dist: "
-
-
-class _Nothing:
-    """A context manager that does nothing."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
+_NOTHING = nullcontext()
 
 
 def region(what: str, name: str = "") -> AbstractContextManager[object]:

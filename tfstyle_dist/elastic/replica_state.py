@@ -145,7 +145,7 @@ class ReplicaStates:
                         yield ("b", number, name), value
             for name in [n for n in now if n not in hidden and not n.startswith(_OWN)]:
                 yield ("a", number, name), now[name]
-        for number, (generator, states) in enumerate(self._contents.generators.living()):
+        for number, (generator, states) in enumerate(self._contents.generators()):
             yield ("g", number, ""), generator.get_state() if replica == self._contents.first else states[replica]
         for record in self._variables():
             if has_own_value(record):
@@ -186,7 +186,7 @@ class ReplicaStates:
                 self._put(objects[number], kind, name, what, replica, reader)
 
     def _set_generator(self, number: int, replica: int, state: torch.Tensor) -> None:
-        generator, states = self._contents.generators.living()[number]
+        generator, states = self._contents.generators()[number]
         states[replica] = state.clone()
         if replica == self._contents.first:
             generator.set_state(state)

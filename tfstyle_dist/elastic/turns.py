@@ -33,8 +33,8 @@ class Exchanger(Protocol):
         """Inside, all workers draw the same random numbers."""
 
 
-class HeldContent:
-    """The content of the replicas of one worker, by their place among them.
+class HeldContent(Content):
+    """The content of the replicas of one worker, by their place among them; a step that fails is put back as a whole.
 
     Args:
         contents: by replica.
@@ -59,12 +59,6 @@ class HeldContent:
     def pause(self, replica: int) -> None:
         """See ``Content``."""
         self._contents.pause(self._held[replica])
-
-    def fail(self) -> None:
-        """A step is put back as a whole."""
-
-    def release(self) -> None:
-        """The job goes on with other turns."""
 
 
 class ElasticRun:

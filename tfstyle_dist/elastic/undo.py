@@ -68,7 +68,7 @@ class Undo:
         for held in (self._held, self._common):
             self._tensors += held.tensors
             self._keep_others(held)
-        for generator, states in self._contents.generators.living():
+        for generator, states in self._contents.generators():
             self._generators.append((generator, generator.get_state(), states, list(states)))
         for record in self._variables():
             self._tensors += record.components

@@ -64,7 +64,7 @@ class WholeState:
                     writer.put(generator.get_state() if replica == self._contents.first else state)
                     for replica, state in enumerate(states)
                 ]
-                for generator, states in self._contents.generators.living()
+                for generator, states in self._contents.generators()
             ]
         sent = {
             "parameters": parameters,
@@ -133,7 +133,7 @@ class WholeState:
                 for replica, component in enumerate(record.components):
                     component.copy_(tensors[copies[replica if len(copies) > 1 else 0]])
                 record.changes += 1
-            for (generator, own), states in zip(self._contents.generators.living(), sent["generators"], strict=False):
+            for (generator, own), states in zip(self._contents.generators(), sent["generators"], strict=False):
                 own[:] = [tensors[state].clone() for state in states]
                 generator.set_state(own[self._contents.first])
 

@@ -11,6 +11,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.core.program_line import stack_from
 from tfstyle_dist.gradients.over_workers import AllReduce, over_workers, sum_graphs
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.runtime.context import Replica
@@ -126,9 +127,4 @@ class PassReducer(GradientReducer):
 
 def nested_backward() -> bool:
     """Whether this thread is in a backward that was started from within another one (reentrant checkpointing)."""
-    frame, depth = sys._getframe(1), 0
-    while frame is not None:
-        if frame.f_code.co_name == torch_internals.RUN_BACKWARD:
-            depth += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return depth > 1
+    return sum(one.f_code.co_name == torch_internals.RUN_BACKWARD for one in stack_from(sys._getframe(1))) > 1

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.core.program_line import stack_from
 from tfstyle_dist.gradients.by_examples import leaves_of
 from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
 from tfstyle_dist.variables.store import live_stores
 
 _KERAS = "tfstyle_dist.integrations.keras"
+_KERAS_TRAINER = "keras.src.backend.torch.trainer"
 
 
 def check_thread(roots: Any) -> None:
@@ -65,7 +67,9 @@ def say_keras_knows_nothing() -> None:
 
     A model that its first batch builds belongs to no strategy then, so it is not asked for.
     """
-    if "keras" not in sys.modules or _KERAS in sys.modules or not _is_called_by("keras.src.backend.torch.trainer"):
+    if "keras" not in sys.modules or _KERAS in sys.modules:
+        return
+    if not any(one.f_globals.get("__name__") == _KERAS_TRAINER for one in stack_from(sys._getframe())):
         return
     strategies = [s for store in list(live_stores) if (s := store.strategy) is not None]
     for strategy in strategies:
@@ -91,13 +95,6 @@ def lost_graph_explained() -> Iterator[None]:
                 "strategy.run gets, and reduce the loss that it returns to show it."
             )
         raise
-
-
-def _is_called_by(module: str) -> bool:
-    frame = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != module:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
 
 
 def _reaches_parameters(roots: Any, reducer: ReplicaReducer) -> bool:

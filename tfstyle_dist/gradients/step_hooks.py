@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.process_hooks import Hooks, Patch
+from tfstyle_dist.core.program_line import stack_from
 from tfstyle_dist.gradients.divided_losses import say_divided_twice
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import COMPUTE, UPDATE, Clock
@@ -107,10 +108,7 @@ class _Calls(threading.local):
     def begin(self, optimizer: torch.optim.Optimizer, caller: FrameType) -> bool:
         """Whether this call is not within another one of the same optimizer."""
         if self.outer:
-            above, frame = set(), caller.f_back
-            while frame is not None:
-                above.add(id(frame))
-                frame = frame.f_back
+            above = set(map(id, stack_from(caller.f_back)))
             self.outer = {number: outer for number, outer in self.outer.items() if id(outer) in above}
             if id(optimizer) in self.outer:
                 return False

@@ -17,10 +17,9 @@ from tfstyle_dist.core.errors import ReplicaAborted
 from tfstyle_dist.runtime import interrupts, turn_reports
 from tfstyle_dist.runtime.ambient import Ambient
 from tfstyle_dist.runtime.clocks import STOPPED, Clock
-from tfstyle_dist.runtime.cores import Core
 from tfstyle_dist.runtime.openmp_pools import OpenMPPools
-from tfstyle_dist.runtime.replica_run import Content, NoContent
-from tfstyle_dist.runtime.team import Job, Team
+from tfstyle_dist.runtime.replica_run import Content
+from tfstyle_dist.runtime.team import Core, Job, Team
 from tfstyle_dist.runtime.turns import TurnRun
 
 
@@ -47,7 +46,7 @@ class ReplicaExecutor:
         self._kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
         self._places = {device.torch_device for device in devices if is_accelerator(device.type)}
         self._clocks = [STOPPED] * len(self._devices) if clocks is None else clocks
-        self.content: Content = NoContent()
+        self.content = Content()
         self._pools = OpenMPPools([device.type for device in devices].count("cpu"))
         self._teams: list[Team] = []
         self._run_lock = threading.RLock()

@@ -58,8 +58,8 @@ class InlineRun:
         """Nobody else can have failed."""
 
 
-class Content(Protocol):
-    """What objects hold for each replica."""
+class Content:
+    """What objects hold for each replica; of this class itself: nothing, so that nothing is exchanged."""
 
     def switch(self, replica: int | None) -> None:
         """Gives the objects one replica's content; ``None``: that of cross-replica context."""
@@ -86,25 +86,3 @@ class Content(Protocol):
 
     def release(self) -> None:
         """There will be no run any more, and none is under way."""
-
-
-class NoContent:
-    """Nothing is swapped."""
-
-    def switch(self, replica: int | None) -> None:
-        """There is one content for all replicas."""
-
-    def enter(self, begins: bool = False) -> None:
-        """What was written is there for all replicas."""
-
-    def leave(self) -> None:
-        """What is written will be there for all replicas."""
-
-    def pause(self, replica: int) -> None:
-        """Nothing is forbidden."""
-
-    def fail(self) -> None:
-        """Nothing was lent."""
-
-    def release(self) -> None:
-        """Nothing is held."""

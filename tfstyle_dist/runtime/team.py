@@ -19,11 +19,52 @@ from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.devices import ReplicaDevice, made_current
 from tfstyle_dist.core.errors import ReplicaAborted
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.runtime.cores import Core
 
 Job = Callable[[], None]
 _LARGEST_HELD = 1 << 25  # of glibc: larger blocks never come from memory that was freed
 _TO_END = 1.0  # seconds that an idle thread has to end; one that still works ends later, by itself
+
+
+class Core:
+    """Moves one thread to the core of the one that wakes it up, for that moment: what it starts may run anywhere.
+
+    Replicas that take turns work on the same Python objects. If each woke up on a core of its own, every object that a
+    turn touches would travel from cache to cache, which makes small steps twice as slow (``docs/log.md``).
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_native_id()
+        self._allowed = os.sched_getaffinity(0) if _current is not None else set()
+        self._moved = False
+
+    def fetch(self) -> None:
+        """Called by another thread: when this one wakes up, it does so on the caller's core."""
+        if _current is None or len(self._allowed) < 2:
+            return
+        core = _current()
+        if core in self._allowed:
+            try:
+                os.sched_setaffinity(self._thread, {core})
+                self._moved = True
+            except OSError:  # not allowed here, or the thread is gone
+                self._allowed = set()
+
+    def release(self) -> None:
+        """Called by the thread itself when it has woken up: it may run anywhere again."""
+        if self._moved:
+            self._moved = False
+            os.sched_setaffinity(0, self._allowed)
+
+
+def _find() -> Callable[[], int] | None:
+    try:
+        found = ctypes.CDLL(None).sched_getcpu
+    except (OSError, AttributeError):
+        return None
+    return found if hasattr(os, "sched_setaffinity") else None
+
+
+_current = _find()
 
 
 class Team:

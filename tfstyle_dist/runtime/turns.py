@@ -23,10 +23,9 @@ from tfstyle_dist.core.tracing import region
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.runtime import turn_reports
 from tfstyle_dist.runtime.clocks import STOPPED, WAIT, Clock
-from tfstyle_dist.runtime.cores import Core
 from tfstyle_dist.runtime.interrupts import Interrupts
-from tfstyle_dist.runtime.replica_run import Action, Content, NoContent
-from tfstyle_dist.runtime.team import end_code_of
+from tfstyle_dist.runtime.replica_run import Action, Content
+from tfstyle_dist.runtime.team import Core, end_code_of
 from tfstyle_dist.runtime.turn import Turn, next_of
 from tfstyle_dist.runtime.turn_reports import Call
 
@@ -59,7 +58,7 @@ class TurnRun:
         interrupts: Interrupts | None = None,
     ) -> None:
         self.count, self._timeout, self._start = count, timeout, start
-        self._content: Content = content or NoContent()
+        self._content = content or Content()
         self._interrupts = interrupts or Interrupts()
         self.turn, self._clocks = Turn(), [STOPPED] * count if clocks is None else clocks
         self._batons = [threading.Lock() for _ in range(count)]

@@ -62,6 +62,7 @@ class Strategy(AbsentNames):
     first_replica_is_global = True
     distributes = True
     _elastic_steps: ElasticSteps | None = None
+    _resolver: Any = None
 
     def __init__(
         self,
@@ -127,8 +128,8 @@ class Strategy(AbsentNames):
 
     @property
     def cluster_resolver(self) -> Any:
-        """Who the workers are; ``None`` for a strategy that was not made from a cluster."""
-        return None
+        """Who the workers are, as given or found; ``None`` for a strategy that was not made from a cluster."""
+        return self._resolver
 
     @property
     def is_chief(self) -> bool:
@@ -165,7 +166,7 @@ class Strategy(AbsentNames):
 
     # ---- training ---------------------------------------------------------------------------------------------
 
-    run = running.run
+    run, _run = running.run, running.run_counted
     experimental_distribute_dataset = inputs.experimental_distribute_dataset
     distribute_datasets_from_function = inputs.distribute_datasets_from_function
     experimental_distribute_datasets_from_function = inputs.experimental_distribute_datasets_from_function

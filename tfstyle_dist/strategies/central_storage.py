@@ -37,7 +37,6 @@ from tfstyle_dist.comm.rendezvous.adoption import adopted_group
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
 from tfstyle_dist.core import devices as device_names, launch_env
 from tfstyle_dist.core.devices import ReplicaDevice
-from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.exchanges.central import CHUNK_BYTES, SharedReducer
 from tfstyle_dist.gradients.leading_update import LeadingUpdateRunner
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
@@ -46,7 +45,6 @@ from tfstyle_dist.gradients.shared_update import SharedUpdateRunner
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
-from tfstyle_dist.strategies.running import RunOptions
 from tfstyle_dist.variables import DistributedVariable, Variable
 from tfstyle_dist.variables.creation import VariableSpec, build_single, create_jointly
 from tfstyle_dist.variables.shared_home import SharedHome
@@ -105,18 +103,10 @@ class CentralStorageStrategy(Strategy):
         self._shared = SharedHome(self.worker.group)
         return SharedUpdateRunner(self, self._shared)
 
-    @untraced
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        options: RunOptions | None = None,
-    ) -> Any:
-        """See ``Strategy.run``."""
+    def _run(self, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
         raised: Exception | None = None
         try:
-            return super().run(fn, args, kwargs, options)
+            return super()._run(fn, arguments, keywords)
         except Exception as error:
             raised = error
             raise

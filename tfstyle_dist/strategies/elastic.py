@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,20 +162,13 @@ class ElasticSteps:
 
     def _attempt(self, function: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> list[Any]:
         held = self.job.held
-        functions = [self._of_replica(r, held, function, arguments, keywords) for r in held]
+        calls = [replica_function(self._strategy, r, function, arguments, keywords) for r in held]
+        functions = [partial(self._call, call, held) for call in calls]
         with self._strategy.update_runner.same_steps(self._worker.num_replicas, held):
             return self._executor_of(held).run(functions)
 
-    def _of_replica(
-        self,
-        replica: int,
-        held: tuple[int, ...],
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-        keywords: dict[str, Any],
-    ) -> Callable[[TurnRun], Any]:
-        call = replica_function(self._strategy, replica, function, arguments, keywords)
-        return lambda run: call(ElasticRun(run, held, self.job.joint_work))
+    def _call(self, call: Callable[[ElasticRun], Any], held: tuple[int, ...], run: TurnRun) -> Any:
+        return call(ElasticRun(run, held, self.job.joint_work))
 
     def _executor_of(self, held: tuple[int, ...]) -> ReplicaExecutor:
         if self._executor is None or self._executor[0] != held:

@@ -18,10 +18,8 @@ from tfstyle_dist.comm.replaced_parameters import step_checks
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.core.process_hooks import install_for
-from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.runtime.context import replica_of
 from tfstyle_dist.strategies.base import Strategy
-from tfstyle_dist.strategies.running import RunOptions
 from tfstyle_dist.variables.adoption import adopt_module
 
 
@@ -86,20 +84,13 @@ class LogicalDevices(Strategy):
         data = group.data if isinstance(group, DataAxis) else group
         return mesh.device_mesh(data, self.worker.torch_device(0).type, "data")
 
-    @untraced
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        options: RunOptions | None = None,
-    ) -> Any:
-        """See ``Strategy.run``; divided results come back whole, and plain tensors may meet divided ones."""
+    def _run(self, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        """Divided results come back whole, and plain tensors may meet divided ones."""
         if self.parameter_store.model_mesh is None:
-            return super().run(fn, args, kwargs, options)
+            return super()._run(fn, arguments, keywords)
         try:
             with mesh.plain_is_whole():
-                result = super().run(fn, args, kwargs, options)
+                result = super()._run(fn, arguments, keywords)
         except RuntimeError as error:
             if "local_tensor argument only accepts torch.Tensor" in str(error):  # torch's from_local, in a backward
                 error.add_note(

@@ -103,11 +103,11 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
                 "the members of the process group, or those that find each other by the cluster."
             )
         if elastic is not None:
-            self._cluster_resolver = cluster_resolver or resolver_from_environment()
+            self._resolver = cluster_resolver or resolver_from_environment()
             self._begin_elastic(elastic, options, cross_device_ops, devices, logical_devices_per_replica)
             return
         adopted = adopted_group(process_group)
-        self._cluster_resolver, members = _workers(cluster_resolver, adopted)
+        self._resolver, members = _workers(cluster_resolver, adopted)
         places = device_names.parse_replica_devices(devices) if devices is not None else own_devices(adopted)
         group = make_group(places[0].torch_device, options, members, len(places), adopted)
         group = with_model_axis(group, logical_devices_per_replica, len(places))
@@ -130,7 +130,7 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
                 "MultiWorkerMirroredStrategy(elastic=) takes neither devices nor logical_devices_per_replica: the "
                 "number of replicas is Elastic(replicas=), and each is computed on the CPU of the worker that holds it."
             )
-        worker = ElasticWorker(elastic, self._cluster_resolver, effective_timeout(options))
+        worker = ElasticWorker(elastic, self._resolver, effective_timeout(options))
         try:
             super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
             self.monitor = Monitor(worker, False)
@@ -172,11 +172,6 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         super().close()
         if steps is not None:
             steps.check_took_part()
-
-    @property
-    def cluster_resolver(self) -> ClusterResolver:
-        """Who the workers are: the resolver given, one of the process group, or the one found in the environment."""
-        return self._cluster_resolver
 
 
 class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):

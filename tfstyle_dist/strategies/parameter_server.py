@@ -25,10 +25,9 @@ from tfstyle_dist.parameter_server.client.remote_store import RemoteStore
 from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state
 from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.strategies import on_servers
 from tfstyle_dist.strategies.base import Strategy
-from tfstyle_dist.strategies.on_servers import ExtendedOnServers, warned_on_the_chief
 from tfstyle_dist.strategies.optimizer_settings import changes, hyperparameters, references_of
-from tfstyle_dist.strategies.parameter_server_options import checked_staleness, snapshot_options, wire_options
 from tfstyle_dist.strategies.push_runner import PushRunner, check_hooks, check_parameters
 from tfstyle_dist.strategies.state_on_servers import keep_on_servers
 from tfstyle_dist.variables import Variable
@@ -80,7 +79,7 @@ class ParameterServerStrategy(Strategy):
     """
 
     _own_cluster: LocalCluster | None = None
-    run, reduce = warned_on_the_chief(Strategy.run), warned_on_the_chief(Strategy.reduce)
+    run, reduce = on_servers.warned_on_the_chief(Strategy.run), on_servers.warned_on_the_chief(Strategy.reduce)
 
     def __init__(
         self,
@@ -99,9 +98,9 @@ class ParameterServerStrategy(Strategy):
         cluster = cluster_of(cluster_resolver)
         check_cluster(cluster, getattr(cluster_resolver, "task_type", None))
         self._resolver = cluster_resolver
-        self.max_staleness = checked_staleness(max_staleness)
-        self.wire_options = wire_options(wire_dtype, pull_ahead)
-        self.snapshots = snapshot_options(snapshot_folder, snapshot_seconds, snapshot_every_write)
+        self.max_staleness = on_servers.checked_staleness(max_staleness)
+        self.wire_options = on_servers.wire_options(wire_dtype, pull_ahead)
+        self.snapshots = on_servers.snapshot_options(snapshot_folder, snapshot_seconds, snapshot_every_write)
         session = uuid.uuid4().hex
         handshake = {
             "role": "coordinator", "task": "/job:chief/task:0", "session": session, "snapshots": self.snapshots
@@ -132,7 +131,7 @@ class ParameterServerStrategy(Strategy):
         self.context = zeromq_sockets.new_context()
         self.servers = Servers.of(self.context, self.cluster["ps"], handshake, env.timeout(), self.wire_options)
         worker = Worker((device_names.parse("cpu:0"),), SingleGroup(), env.timeout())
-        super().__init__(ExtendedOnServers(worker))
+        super().__init__(on_servers.ExtendedOnServers(worker))
         self.parameter_store = self.remote_store = RemoteStore(self, worker, self.servers, partitioner)
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.known_optimizers: dict[int, Any] = {}
@@ -157,17 +156,14 @@ class ParameterServerStrategy(Strategy):
         strategy._resolver = None
         strategy.max_staleness, strategy.snapshots = None, snapshots
         told = wire or {}
-        strategy.wire_options = wire_options(torch.bfloat16 if told.get("bfloat16") else None, bool(told.get("ahead")))
+        strategy.wire_options = on_servers.wire_options(
+            torch.bfloat16 if told.get("bfloat16") else None, bool(told.get("ahead"))
+        )
         handshake = {"role": "worker", "task": task, "session": session, "snapshots": snapshots}
         strategy._start(cluster, session, handshake, None)
         return strategy
 
     # ---- facts ------------------------------------------------------------------------------------------------
-
-    @property
-    def cluster_resolver(self) -> Any:
-        """The resolver the strategy was made with."""
-        return self._resolver
 
     @property
     def adopts_modules(self) -> bool:

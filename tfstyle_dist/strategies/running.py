@@ -94,10 +94,11 @@ def run(
     arguments, keywords = check_arguments(fn, args, kwargs)
     exclusive = nullcontext() if strategy.parameter_store.contents is None else strategy.worker.executor.exclusive()
     with exclusive:  # a thread may train while another one evaluates
-        return _run_counted(strategy, fn, arguments, keywords)
+        return strategy._run(fn, arguments, keywords)
 
 
-def _run_counted(strategy: Strategy, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+def run_counted(strategy: Strategy, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """``Strategy.run`` once its arguments and the context were checked; strategies may do more around it."""
     strategy.parameter_store.ensure_equal()
     strategy.parameter_store.runs += 1
     drift = None if strategy.gradient_reducer is None else strategy.gradient_reducer.drift

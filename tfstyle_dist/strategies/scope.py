@@ -25,7 +25,7 @@ class Scope:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._entered: list[tuple[ExitStack, bool]] = []
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> Strategy:
         """Enters; returns the strategy."""
@@ -37,10 +37,10 @@ class Scope:
         block = ExitStack()
         block.enter_context(made_current(strategy.parameter_store.parameter_device or strategy.worker.torch_device(0)))
         block.enter_context(entered(Frame(strategy)))
-        adopting = strategy.watches_modules
-        if adopting:
+        if strategy.watches_modules:
             registrations.install()
-        self._entered.append((block, adopting))
+            block.callback(registrations.uninstall)
+        self._entered.append(block)
         return strategy
 
     def __exit__(
@@ -52,12 +52,7 @@ class Scope:
                 f"{self._strategy!r}.scope() was not entered, or was left already, so it cannot be left. Write "
                 "`with strategy.scope():`, which does both."
             )
-        block, adopting = self._entered.pop()
-        try:
-            if adopting:
-                registrations.uninstall()
-        finally:
-            block.__exit__(kind, error, trace)
+        self._entered.pop().__exit__(kind, error, trace)
         if kind is None and current_frame() is None:
             if self._strategy.adopts_modules:
                 self._strategy.parameter_store.adopt_strays()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +63,29 @@ def keep_on_servers(strategy: ParameterServerStrategy, optimizer: Any, number: i
 
 _UNKNOWN = [("", None, -1)]
 """What the servers had is not known: whatever is there now goes to them."""
+
+
+def _asking(name: str) -> Any:
+    """The method of a dict for one of its keys, after the servers were asked for that; what it deletes, they forget."""
+
+    def method(state: ServerState, key: Any, *rest: Any) -> Any:
+        record = find_record(key)
+        if isinstance(record, RemoteRecord):
+            state._get(record, key)
+        return getattr(defaultdict, name)(state, key, *rest)
+
+    return method
+
+
+def _asking_all(name: str) -> Any:
+    """The same for a method about all keys."""
+
+    def method(state: ServerState) -> Any:
+        for record, parameter in state._owned():
+            state._get(record, parameter)
+        return getattr(defaultdict, name)(state)
+
+    return method
 
 
 class ServerState(defaultdict[Any, Any]):
@@ -153,20 +176,12 @@ class ServerState(defaultdict[Any, Any]):
         _refresh(entry, slots)
         self._told[id(parameter)] = _as_told(entry)
 
-    def _get_all(self) -> None:
-        for record, parameter in self._owned():
-            self._get(record, parameter)
-
-    def _get_one(self, key: Any) -> None:
-        record = find_record(key)
-        if isinstance(record, RemoteRecord):
-            self._get(record, key)
-
     # ---- as a dict --------------------------------------------------------------------------------------------------
 
-    def __getitem__(self, key: Any) -> Any:
-        self._get_one(key)
-        return super().__getitem__(key)
+    __getitem__, __delitem__, __contains__ = _asking("__getitem__"), _asking("__delitem__"), _asking("__contains__")
+    get, pop = _asking("get"), _asking("pop")
+    __iter__, __len__, clear = _asking_all("__iter__"), _asking_all("__len__"), _asking_all("clear")
+    keys, values, items = _asking_all("keys"), _asking_all("values"), _asking_all("items")
 
     def __missing__(self, key: Any) -> Any:
         made: dict[str, Any] = {}
@@ -177,55 +192,9 @@ class ServerState(defaultdict[Any, Any]):
         self._told.setdefault(id(key), _UNKNOWN)
         super().__setitem__(key, value)
 
-    def __delitem__(self, key: Any) -> None:
-        self._get_one(key)
-        super().__delitem__(key)
-
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """See ``dict``."""
         return self[key] if key in self else super().setdefault(key, default)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """See ``dict``."""
-        self._get_one(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        self._get_one(key)
-        return super().__contains__(key)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        """See ``dict``; the servers forget it too."""
-        self._get_one(key)
-        return super().pop(key, *default)
-
-    def clear(self) -> None:
-        """See ``dict``; the servers forget all of it."""
-        self._get_all()
-        super().clear()
-
-    def __iter__(self) -> Iterator[Any]:
-        self._get_all()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._get_all()
-        return super().__len__()
-
-    def keys(self) -> Any:
-        """See ``dict``."""
-        self._get_all()
-        return super().keys()
-
-    def values(self) -> Any:
-        """See ``dict``."""
-        self._get_all()
-        return super().values()
-
-    def items(self) -> Any:
-        """See ``dict``."""
-        self._get_all()
-        return super().items()
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(list(self.items()))

@@ -23,7 +23,6 @@ from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.mirrored import MirroredVariables
-from tfstyle_dist.strategies.running import RunOptions
 from tfstyle_dist.strategies.tpu_devices import DeviceAssignmentLike, logical_shape
 from tfstyle_dist.values import has_unequal_shares
 
@@ -89,11 +88,6 @@ class TPUStrategy(MirroredVariables):
         return GraphReducer(self.worker, self.parameter_store)
 
     # ---- facts ------------------------------------------------------------------------------------------------
-
-    @property
-    def cluster_resolver(self) -> Any:
-        """The resolver the strategy was made with."""
-        return self._resolver
 
     @property
     def device(self) -> torch.device:
@@ -164,26 +158,20 @@ class TPUStrategy(MirroredVariables):
 
     # ---- running ----------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        options: RunOptions | None = None,
-    ) -> Any:
-        """See ``Strategy.run``; what ``fn`` did is one graph, which is compiled and started when ``fn`` returns."""
+    def _run(self, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        """What ``fn`` did is one graph, which is compiled and started when ``fn`` returns."""
         group = self.worker.group
         self.parameter_store.ensure_equal()
-        leaves = nest.leaves((args, kwargs or {}))
+        leaves = nest.leaves((arguments, keywords))
         if isinstance(group, XlaGroup):
             for leaf in leaves:
                 self._hold_as_data(leaf)
             with group.step(same=not has_unequal_shares(leaves)):
-                result = super().run(fn, args, kwargs, options)
+                result = super()._run(fn, arguments, keywords)
         else:
             for leaf in leaves:
                 self._divide_batch(leaf)
-            result = super().run(fn, args, kwargs, options)
+            result = super()._run(fn, arguments, keywords)
             self.adapter.sync()
         self._count_compilations()
         return result

@@ -12,8 +12,7 @@ from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers
 from tfstyle_dist.runtime.random_streams import seed_python
-from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.variables import ParameterStore, Record, find_record
+from tfstyle_dist.variables import Record, find_record
 from tfstyle_dist.variables.adoption import adopt_module, adopt_tensor
 from tfstyle_dist.variables.first_values import send_sparse, sendable
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
@@ -85,7 +84,7 @@ def sync_buffers(strategy: Strategy) -> None:
     """Makes buffers such as BatchNorm statistics equal: floating ones become the mean over all replicas.
 
     Collective over the workers; call it in cross-replica context, e.g. before evaluation or saving. All others, and
-    those of types without sums, such as float8, become those of the first replica.
+    those of types without sums, such as float8, become those of the first replica; one message per kind.
 
     Raises:
         RuntimeError: called in replica context.
@@ -94,11 +93,7 @@ def sync_buffers(strategy: Strategy) -> None:
         >>> strategy.sync_buffers()  # on every worker, before model.eval()
     """
     strategy.require_cross_replica_context("Strategy.sync_buffers", "merge_call")
-    _average_buffers(strategy.worker, strategy.parameter_store)
-
-
-def _average_buffers(worker: Worker, store: ParameterStore) -> None:
-    """Averages buffers of aggregation MEAN, copies the first replica's for the others; one message per kind."""
+    worker, store = strategy.worker, strategy.parameter_store
     if worker.num_replicas == 1:
         return
     store.settle()

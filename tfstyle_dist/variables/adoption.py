@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def _on_parameter(module: torch.nn.Module, name: str, parameter: Any) -> None:
     if store is None:
         return
     if isinstance(parameter, torch.nn.UninitializedParameter):
-        _adopt_when_materialized(module)
+        _hook_once(module, _materialized)
         store.modules.add(module)
         return
     store.adopt_parameter(parameter, module, name)
@@ -67,9 +68,13 @@ def _norm_rows_of_all(module: Any, args: tuple[Any, ...]) -> None:
 
 
 def _watch_norms(module: torch.nn.Module) -> None:
-    bounded = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None
-    if bounded and not any(hook is _norm_rows_of_all for hook in torch_internals.forward_pre_hooks_of(module).values()):
-        module.register_forward_pre_hook(_norm_rows_of_all)
+    if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None:
+        _hook_once(module, _norm_rows_of_all)
+
+
+def _hook_once(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
+    if not any(known is hook for known in torch_internals.forward_pre_hooks_of(module).values()):
+        module.register_forward_pre_hook(hook)
 
 
 def _on_buffer(module: torch.nn.Module, name: str, buffer: Any) -> None:
@@ -114,13 +119,8 @@ def _refuse_another_class(store: ParameterStore, module: torch.nn.Module, name: 
     )
 
 
-def _adopt_when_materialized(module: torch.nn.Module) -> None:
-    """A lazy module gets its shape in its first forward; ``_materialized`` is called right after."""
-    if not any(hook is _materialized for hook in torch_internals.forward_pre_hooks_of(module).values()):
-        module.register_forward_pre_hook(_materialized)
-
-
 def _materialized(module: torch.nn.Module, _: Any) -> None:
+    """A lazy module gets its shape in its first forward; this is called right after."""
     for number, hook in list(torch_internals.forward_pre_hooks_of(module).items()):
         if hook is _materialized:
             del torch_internals.forward_pre_hooks_of(module)[number]
@@ -234,7 +234,7 @@ def _adopt_all(store: ParameterStore, module: torch.nn.Module) -> None:
         _watch_norms(owner)
         for name, parameter in owner.named_parameters(recurse=False):
             if isinstance(parameter, torch.nn.UninitializedParameter):
-                _adopt_when_materialized(owner)
+                _hook_once(owner, _materialized)
                 continue
             known = find_record(parameter)
             if known is None and store.places:

@@ -15,6 +15,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableSynchronization
+from tfstyle_dist.core.program_line import stack_from
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.variables.record import Placement, Record, raw
 from tfstyle_dist.variables.torch_functions import WITHOUT_VALUE, written_by
@@ -56,10 +57,8 @@ class Alias(torch.Tensor):
 
 def is_new_parameter(caller: FrameType) -> bool:
     """Whether ``torch.nn.Parameter`` has asked; what it then says itself is about classes, or of no leaf."""
-    asked: FrameType | None = caller
-    while asked is not None and asked.f_code.co_name == "__torch_function__":  # of a mode, as a default device is one
-        asked = asked.f_back
-    return asked is not None and asked.f_code is torch.nn.Parameter.__new__.__code__
+    codes = (one.f_code for one in stack_from(caller))  # a mode, as a default device is one, may be between
+    return next((c for c in codes if c.co_name != "__torch_function__"), None) is torch.nn.Parameter.__new__.__code__
 
 
 def no_parameter(given: str, record: Record) -> TypeError:

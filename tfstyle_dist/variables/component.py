@@ -15,10 +15,10 @@ from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, true_device, widened
 from tfstyle_dist.values import PerReplica, Share, may_be_nan, without_nothing
 from tfstyle_dist.variables.given_values import tensor_of
-from tfstyle_dist.variables.number_methods import NumberMethods
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.rows import RowMethods
+from tfstyle_dist.variables.value_methods import ValueMethods
 
 write_lock = threading.Lock()
 
@@ -29,27 +29,11 @@ _APPLY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-class VariableComponent(RowMethods, NumberMethods, torch.nn.Parameter):  # type: ignore[misc]  # scatter_add takes TF's arguments too
+class VariableComponent(RowMethods, ValueMethods, torch.nn.Parameter):  # type: ignore[misc]  # scatter_add takes TF's arguments too
     """One replica's copy of a variable: what ``experimental_local_results`` gives and ``extended.update`` passes."""
 
     _tfstyle_name: str
     _tfstyle_device: torch.device
-
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Sets this copy alone. Args and result as in ``Variable.assign``."""
-        return self._write("assign", value)
-
-    def assign_add(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """Adds to this copy alone."""
-        return self._write("assign_add", delta)
-
-    def assign_sub(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """Subtracts from this copy alone."""
-        return self._write("assign_sub", delta)
 
     def value(self) -> torch.Tensor:
         """The copy's value, a new tensor."""
@@ -76,7 +60,7 @@ class VariableComponent(RowMethods, NumberMethods, torch.nn.Parameter):  # type:
         apply_rows(self, op, rows_of(op, sparse_delta, self, lambda: self._tfstyle_name))
         return self
 
-    def _write(self, op: str, value: Any) -> VariableComponent:
+    def _assign(self, op: str, value: Any) -> VariableComponent:
         write_component(self, op, checked(value, self, self._tfstyle_name))
         return self
 
@@ -156,14 +140,18 @@ def write_component(component: torch.Tensor, op: str, value: torch.Tensor) -> No
 
 def write_all(record: Record, op: str, value: torch.Tensor) -> None:
     """Applies one write to every copy, once to those that share their storage."""
-    seen: set[int] = set()
+    for component in in_own_memory(record):
+        write_component(component, op, value)
+
+
+def in_own_memory(record: Record) -> list[torch.Tensor]:
+    """The copies, of those that share their storage one."""
     if len(record.components) == 1:  # also where a tensor has no address, as on XLA devices
-        write_component(record.components[0], op, value)
-        return
+        return list(record.components)
+    found: dict[int, torch.Tensor] = {}
     for component in record.components:
-        if component.data_ptr() not in seen or component.numel() == 0:
-            seen.add(component.data_ptr())
-            write_component(component, op, value)
+        found.setdefault(component.data_ptr() or id(component), component)
+    return list(found.values())
 
 
 def without_nan(op: str, value: torch.Tensor, component: torch.Tensor) -> torch.Tensor:

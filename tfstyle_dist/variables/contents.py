@@ -15,12 +15,12 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.runtime.random_streams import RandomStreams
+from tfstyle_dist.runtime.replica_run import Content
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import kept_buffers, metrics, state_objects
 from tfstyle_dist.variables.common_objects import CommonObjects
 from tfstyle_dist.variables.counterparts import Counterparts
-from tfstyle_dist.variables.data_reads import DataReads
-from tfstyle_dist.variables.data_writes import DataWrites
+from tfstyle_dist.variables.data_writes import DataReads, DataWrites
 from tfstyle_dist.variables.held_inside import HeldInside
 from tfstyle_dist.variables.home_buffers import HomeBuffers
 from tfstyle_dist.variables.object_content import ObjectContent, ObjectMarks, when_gone
@@ -31,20 +31,20 @@ from tfstyle_dist.variables.shared_tensors import SharedTensors
 from tfstyle_dist.variables.spreading import Spreader
 
 
-class ReplicaContents:
+class ReplicaContents(Content):
     """The content of all objects of one strategy; what a ``TurnRun`` exchanges.
 
     Args:
         worker: the local replicas.
         home: under central storage the device of the one copy of all parameters; ``None`` otherwise.
-        adopt, run: called with a parameter that a module got outside of every scope, and the module; the strategy's.
+        adopt, run: called with a module that may have got parameters outside of every scope; the strategy's.
 
     Attributes:
         active: the replica whose content the objects hold; ``None``: that of cross-replica context.
         count, first: the local replicas; the one whose content cross-replica context shows.
         rows: the insides of parameters.
         taken: how many objects were taken so far; they are numbered.
-        generators, random, settings: those that are content; the replicas' random numbers; what replicas share.
+        generators, random, settings: gives those of torch; the replicas' random numbers; what replicas share.
         on_take, discovery: called with the content of an object that is found in a run; what finds them.
         may_differ: whether replicas may have other parameters: the program asked for updates of their own.
         data_reads: to be installed as long as the strategy is open.
@@ -55,7 +55,7 @@ class ReplicaContents:
         self,
         worker: Worker,
         home: torch.device | None,
-        adopt: Callable[[torch.Tensor, torch.nn.Module], None],
+        adopt: Callable[[torch.nn.Module], None],
         run: Callable[[Callable[[], None]], Any],
     ) -> None:
         self.count, self._one_copy, self.run = worker.num_local_replicas, home is not None, run
@@ -181,9 +181,11 @@ class ReplicaContents:
         if id(value) in self._places:
             return True
         if isinstance(value, torch.Tensor):
-            return self._take_tensor(value)
+            if state_objects.is_trained(value) and not isinstance(value, (Replicated, torch.nn.UninitializedParameter)):
+                self._add_row(value)
+            return id(value) in self._places
         arrays = self.common is None  # in an elastic job arrays are a worker's
-        if self._inside.take(value, part, arrays, generators_alone=self._released):
+        if not self._released and self._inside.take(value, part, arrays):
             return True
         if self._released or not state_objects.is_state(value, part, arrays):
             for own in () if self.common is None else self.common.add(value):
@@ -199,18 +201,15 @@ class ReplicaContents:
         self.take_object(value, max(part, state_objects.belongings(value)))
         return True
 
-    def _take_tensor(self, value: torch.Tensor) -> bool:
-        if not state_objects.is_trained(value) or isinstance(value, (Replicated, torch.nn.UninitializedParameter)):
-            return False
+    def _add_row(self, value: torch.Tensor) -> None:
         self._places[id(value)] = self.rows.add(value, when_gone(self._let_go, id(value)), self._running)
-        return True
 
     def take_object(self, value: Any, parts: state_objects.Belongs = state_objects.Belongs.NOTHING) -> None:
         """Makes the attributes of any object, or the values of any tensor, content; ``parts``: what its own are."""
         if id(value) in self._places or self._released:
             return
         if type(value) is torch.Tensor and not value.requires_grad:
-            self._places[id(value)] = self.rows.add(value, when_gone(self._let_go, id(value)), self._running)
+            self._add_row(value)
             return
         dicts: list[dict[str, Any]] = [value.__dict__ if r == self.shown else {} for r in range(self.count)]
         content = self._places[id(value)] = ObjectContent(value, dicts, when_gone(self._let_go, id(value)), self.taken)
@@ -220,11 +219,6 @@ class ReplicaContents:
         if self._running:
             self._things.append((value, content))
         self._spreader.fill(value, content, parts, self._has_taken)
-
-    def check_adoptable(self, value: Any) -> None:
-        """Raises TypeError for what is no content and has no attributes that could be exchanged."""
-        if id(value) not in self._places:
-            state_objects.check_adoptable(value)
 
     def _has_taken(self, thing: Any, content: ObjectContent) -> None:
         metrics.bind(thing, content, self)

@@ -15,13 +15,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.process_hooks import CountedUsers, DataPatch
 from tfstyle_dist.core.tensor_references import refer_to
-from tfstyle_dist.variables.held_data import HeldData
 from tfstyle_dist.variables.marks import Mark
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import memory_of
 from tfstyle_dist.variables.parameter_rows import ParameterRows
-from tfstyle_dist.variables.shared_tensors import SharedTensors
+from tfstyle_dist.variables.shared_tensors import HeldData, SharedTensors
 
 _Given = tuple[weakref.ref[torch.Tensor], int]
 
@@ -86,7 +86,7 @@ class DataWrites:
         return where in self._memory
 
     def data_is_read(self, tensor: torch.Tensor, data: torch.Tensor | None) -> None:
-        """See ``data_reads.Reader``."""
+        """Somebody has a tensor's ``data`` now, and may write there; ``None``: has set it."""
         if self._active() is not None:
             self._rows.data_is_read_in_turn(self._places.get(id(tensor), -1), data)
             self._shared.data_is_read(tensor, data)
@@ -137,3 +137,31 @@ def _count_write(tensor: torch.Tensor) -> None:
     # A lazy one is not content yet: it has the number of one that is gone.
     if not is_lazy(tensor) and not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
+
+
+_readers: list[weakref.ref[DataWrites]] = []
+
+
+def _notice(tensor: torch.Tensor, data: torch.Tensor | None) -> None:
+    for reference in _readers[:]:  # one may go meanwhile
+        if (reader := reference()) is not None:
+            reader.data_is_read(tensor, data)
+
+
+_patch = DataPatch(_notice)
+
+
+class DataReads(CountedUsers):
+    """Tells one of these, while it is installed and that one lives, which tensors may have been written to."""
+
+    def __init__(self, reader: DataWrites) -> None:
+        super().__init__()
+        self._reader = weakref.ref(reader)
+
+    def _needed(self, first: bool) -> None:
+        _patch.install()
+        _readers.append(self._reader)
+
+    def _not_needed(self, last: bool) -> None:
+        _readers.remove(self._reader)
+        _patch.uninstall()

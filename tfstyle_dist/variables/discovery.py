@@ -23,7 +23,7 @@ import torch
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.carried_names import Carrying, carried_in, with_inner
 from tfstyle_dist.variables.copies import ATOMS, DICTS, WEAK, referred_to
-from tfstyle_dist.variables.iterators import is_iterator
+from tfstyle_dist.variables.module_settings import is_iterator
 from tfstyle_dist.variables.stand_ins import is_record
 from tfstyle_dist.variables.state_objects import BOXES, FEW, Belongs, parts_of
 

@@ -15,9 +15,7 @@ import torch
 
 from tfstyle_dist.runtime.random_streams import is_of_the_streams
 from tfstyle_dist.variables.copies import ATOMS, DICTS, is_container
-from tfstyle_dist.variables.generator_states import GeneratorStates
 from tfstyle_dist.variables.inner_states import InnerStates, has_inner_state, is_common
-from tfstyle_dist.variables.object_content import when_gone
 from tfstyle_dist.variables.stand_ins import Entries, StandIn, entries_of
 from tfstyle_dist.variables.state_objects import (
     FEW,
@@ -119,11 +117,11 @@ _plain = _Plain()
 _ALONE = _references(_plain)
 
 
-class HeldInside:
+class HeldInside(InnerStates):
     """The generators, arrays, dicts, namespaces and objects without a ``__dict__`` that are content.
 
     Nothing can refer to dicts and namespaces weakly, nor to most objects with slots: these are held as long as others
-    hold them.
+    hold them. Their entries are compared, and exchanged, as attributes of other objects are.
 
     Args:
         count: of the replicas.
@@ -132,8 +130,7 @@ class HeldInside:
         let_go: called with the ``id`` of what is gone.
 
     Attributes:
-        generators: their states.
-        same: of all others what other replicas have in their place, by ``id``: the same.
+        same: what other replicas have in their place, by ``id``: the same.
     """
 
     def __init__(
@@ -143,29 +140,24 @@ class HeldInside:
         take: Callable[[Any, Belongs], None],
         let_go: Callable[[int], None],
     ) -> None:
-        self._count, self._places, self._take, self._let_go = count, places, take, let_go
-        self.generators, self._inner = GeneratorStates(), InnerStates(self._forget)
+        super().__init__(self._forget)
+        self._count, self._places, self._take, self._tell = count, places, take, let_go
         self._stand_ins: dict[int, StandIn] = {}  # by the ``id`` of the object; exchanged as other objects are
         self.same: dict[int, tuple[Any, Any]] = {}
 
-    def take(self, value: Any, part: Belongs, arrays: bool, generators_alone: bool) -> bool:
+    def take(self, value: Any, part: Belongs, arrays: bool) -> bool:
         """Exchanges what is inside of an object from now on; returns whether something is.
 
         Args:
             value: any object.
             part: what it was found in.
             arrays: whether replicas have elements of their own in small arrays, and streams of random numbers.
-            generators_alone: all else is as it is for any object.
         """
-        if isinstance(value, torch.Generator):
-            if not is_of_the_streams(value):
-                self.generators.add(value, self._count, when_gone(self._let_go, id(value)))
-                self._places[id(value)] = True
+        of_torch = isinstance(value, torch.Generator)
+        if of_torch and is_of_the_streams(value):
             return True
-        if generators_alone:
-            return False
-        if arrays and has_inner_state(value):
-            self.same[id(value)] = self._inner.add(value, self._count)
+        if of_torch or (arrays and has_inner_state(value)):
+            self.same[id(value)] = self.add(value, self._count)
         elif (stand_in := stand_in_for(value, part, arrays)) is not None:
             value = stand_in.same[0]
             if id(value) in self._places:  # attributes that another object has too
@@ -179,43 +171,19 @@ class HeldInside:
 
     def _forget(self, number: int) -> None:
         self.same.pop(number, None)
-        self._let_go(number)
-
-    def switch(self, before: int, after: int) -> None:
-        """All have what replica ``before`` has made of them; they get that of ``after``."""
-        self.generators.switch(before, after)
-        if self._inner.kept:
-            self._inner.switch(before, after)
-
-    def renew(self, everything: bool) -> None:
-        """What cross-replica context has changed is as it left it; entries are compared as attributes are.
-
-        Args:
-            everything: all is.
-        """
-        self.generators.renew(everything)
-        if self._inner.kept:
-            self._inner.renew(everything)
-
-    def mark(self) -> None:
-        """Remembers all as it is."""
-        self.generators.mark()
-        if self._inner.kept:
-            self._inner.mark()
+        self._tell(number)
 
     def drop_dead(self) -> None:
-        """Forgets what is gone, and what nobody holds but this object."""
-        self.generators.drop_dead()
-        if self._inner.kept:
-            self._inner.drop_dead()
+        """Forgets what nobody holds but this object."""
+        super().drop_dead()
         while gone := [number for number, stand_in in self._stand_ins.items() if stand_in.is_alone]:
             for number in gone:
                 del self._stand_ins[number], self._places[number], self.same[number]
 
     def clear(self) -> None:
         """Nobody asks for what this holds any more."""
-        for number in [*self._stand_ins, *(id(kept.value) for kept in self._inner.kept)]:
+        for number in [*self._stand_ins, *(id(kept.value) for kept in self.kept)]:
             del self._places[number]
         self._stand_ins.clear()
-        self._inner.kept = []
+        self.kept = []
         self.same.clear()

@@ -1,6 +1,6 @@
-"""What is inside of numpy arrays of few numbers, and of Python's and numpy's generators: each replica has its own.
+"""What is inside of numpy arrays of few numbers, and of torch's, Python's and numpy's generators: each replica's own.
 
-Longer arrays are data, one for all.
+All replicas begin with the same, and each goes on from there. Longer arrays are data, one for all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from tfstyle_dist.variables.copies import OWN_GENERATORS
 
@@ -64,15 +65,17 @@ class _Kept:
     __slots__ = ("look", "mark", "read", "same", "value", "values", "write")
 
     def __init__(self, value: Any, count: int) -> None:
-        self.read, self.write, self.look = _GENERATORS.get(type(value), _OF_ARRAYS)
+        of_torch = isinstance(value, torch.Generator)
+        self.read, self.write, self.look = _OF_TORCH if of_torch else _GENERATORS.get(type(value), _OF_ARRAYS)
         self.value, self.values, self.mark = value, [self.read(value)] * count, self.look(value)
         self.same = value, value
 
 
 class InnerStates:
-    """The arrays whose elements, and the generators of Python and numpy whose states, are exchanged in each turn.
+    """The arrays whose elements, and the generators whose states, are exchanged in each turn.
 
-    Numpy resizes no array that something refers to weakly, so they are held until a run finds that nobody else does.
+    Numpy resizes no array that something refers to weakly, and before torch 2.13 nothing refers so to a generator of
+    torch: they are held until a run finds that nobody else does.
 
     Args:
         let_go: called with the ``id`` of what nobody else holds.
@@ -89,7 +92,7 @@ class InnerStates:
         """Gives each replica what is in an array or generator now, and returns what others have in its place: the same.
 
         Args:
-            value: for which ``has_inner_state`` is true.
+            value: for which ``has_inner_state`` is true, or a generator of torch.
             count: of the replicas.
         """
         self.kept.append(_Kept(value, count))
@@ -116,6 +119,11 @@ class InnerStates:
         """Remembers all as they are."""
         for kept in self.kept:
             kept.mark = kept.look(kept.value)
+
+    def generators(self) -> list[tuple[torch.Generator, list[torch.Tensor]]]:
+        """Those of torch that somebody else holds, with the state of each for every replica."""
+        held = [kept for kept in self.kept if isinstance(kept.value, torch.Generator)]
+        return [(kept.value, kept.values) for kept in held if _references(kept) > _ALONE]
 
     def drop_dead(self) -> None:
         """Forgets those that nobody else holds."""
@@ -148,13 +156,18 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
+def _look_at_torch(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()
+
+
 def _look_at_state(generator: Any) -> bytes:
     return pickle.dumps(_state(generator))
 
 
-_Ways = tuple[Callable[[Any], Any], Callable[[Any, Any], None], Callable[[Any], Any]]
+_Ways = tuple[Callable[[Any], Any], Callable[[Any, Any], object], Callable[[Any], Any]]
 """How to read, to write and to compare what is in an object."""
 _OF_ARRAYS: _Ways = np.ndarray.copy, _write, _look
+_OF_TORCH: _Ways = torch.Generator.get_state, torch.Generator.set_state, _look_at_torch
 _GENERATORS: dict[type, _Ways] = {
     random.Random: (random.Random.getstate, random.Random.setstate, random.Random.getstate),
     np.random.Generator: (_state, _set_state, _look_at_state),

@@ -12,14 +12,41 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.runtime.context import current_replica
-from tfstyle_dist.variables.gathered_tensors import of_all_replicas
 from tfstyle_dist.variables.object_content import ObjectContent
+
+if TYPE_CHECKING:
+    from tfstyle_dist.variables.contents import ReplicaContents
+
+
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_MOST_DIMENSIONS = 8
+
+
+def of_all_replicas(value: torch.Tensor, group: None = None) -> list[torch.Tensor]:
+    """The tensors that all replicas have here, in replica order; called by each of them.
+
+    Args:
+        value: of any shape, which need not be that of the others.
+        group: torchmetrics' name for a part of the processes; none.
+    """
+    replica = current_replica()
+    assert replica is not None
+    about = [_DTYPES.index(value.dtype), value.dim(), *value.shape]
+    mine = torch.tensor([about + [0] * (_MOST_DIMENSIONS + 2 - len(about))], device=value.device)
+    told = [(_DTYPES[row[0]], torch.Size(row[2 : 2 + row[1]])) for row in replica.all_gather(mine, axis=0).tolist()]
+    sizes = [dtype.itemsize * shape.numel() for dtype, shape in told]
+    parts = replica.all_gather(bytes_of(value), axis=0).split(sizes)
+    # What a replica has that has seen nothing is empty and of some type: the others know which.
+    known = next((dtype for dtype, shape in told if shape.numel()), value.dtype)
+    found = [part.clone().view(dtype).reshape(shape) for part, (dtype, shape) in zip(parts, told, strict=True)]
+    return [part if part.numel() else part.to(known) for part in found]
 
 
 def _is_of_torchmetrics(thing: Any) -> bool:
@@ -37,22 +64,6 @@ def _first_class_of(metric: Any) -> Any:
     return next(kind for kind in type(metric).__mro__ if "metric_state" in vars(kind))
 
 
-class Contents(Protocol):
-    """What a metric is told of the objects of its strategy: a ``ReplicaContents``."""
-
-    common: Any
-
-    @property
-    def shown(self) -> int:
-        """The replica whose content the objects hold."""
-
-    def run(self, function: Callable[[], None]) -> Any:
-        """The strategy's."""
-
-    def objects(self) -> list[tuple[Any, ObjectContent]]:
-        """All objects."""
-
-
 class JointMetric:
     """What a metric of several replicas of this process does outside of ``run``.
 
@@ -64,7 +75,7 @@ class JointMetric:
 
     methods: tuple[str, ...] = "compute", "reset", "forward", "update", "sync", "unsync"
 
-    def __init__(self, metric: Any, content: ObjectContent, contents: Contents) -> None:
+    def __init__(self, metric: Any, content: ObjectContent, contents: ReplicaContents) -> None:
         self._metric, self._content, self._contents = weakref.ref(metric), content, weakref.ref(contents)
         self._counts = False  # a batch, for ``forward``
         self._counted = False  # something since ``reset``, by replicas
@@ -87,7 +98,7 @@ class JointMetric:
     def _settings(self) -> dict[str, Any]:
         return {"distributed_available_fn": _in_a_replica, "dist_sync_fn": of_all_replicas}
 
-    def _living(self) -> Contents | None:
+    def _living(self) -> ReplicaContents | None:
         """The contents.
 
         Raises:
@@ -266,7 +277,7 @@ class _Method:
         return getattr, (self._metric, self._name)
 
 
-def bind(thing: Any, content: ObjectContent, contents: Contents) -> None:
+def bind(thing: Any, content: ObjectContent, contents: ReplicaContents) -> None:
     """Makes a metric join what all replicas have counted; nothing for anything else.
 
     A metric whose constructor was told how to join stays as it is.

@@ -185,10 +185,6 @@ class Record:
 
     # ---- gradients --------------------------------------------------------------------------------------------
 
-    def get_grad(self) -> torch.Tensor | None:
-        """The gradient that the calling thread sees."""
-        return self.component().grad
-
     def set_grad(self, value: torch.Tensor | None) -> None:
         """Sets the calling replica's gradient; in cross-replica context everybody's."""
         index = self.index()

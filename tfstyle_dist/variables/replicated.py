@@ -174,7 +174,7 @@ def _plain(tensor: Any, clone: bool) -> torch.Tensor:
 
 
 def _get_grad(tensor: Any) -> torch.Tensor | None:
-    return tensor._tfstyle_record.get_grad()  # type: ignore[no-any-return]
+    return tensor._tfstyle_record.component().grad  # type: ignore[no-any-return]
 
 
 def _set_grad(tensor: Any, value: torch.Tensor | None = None) -> None:

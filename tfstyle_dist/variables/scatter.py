@@ -12,7 +12,7 @@ from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.collective import gather_over_workers, true_device
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.values.indexed_slices import as_slices
-from tfstyle_dist.variables.component import apart, divided, write_lock, written
+from tfstyle_dist.variables.component import apart, divided, in_own_memory, write_lock, written
 from tfstyle_dist.variables.given_values import tensor_of
 from tfstyle_dist.variables.record import Placement, Record
 
@@ -234,13 +234,10 @@ def _check_supported(variable: Variable, op: str) -> None:
 
 def _apply_to_all(record: Record, op: str, rows: Rows) -> None:
     """Writes to every copy, once to those that share their storage."""
-    seen: set[int] = set()
     values, numbers = apart(rows[0], record), rows[1]
-    for component in record.components:
-        if component.data_ptr() not in seen:
-            seen.add(component.data_ptr())
-            device = true_device(component)
-            apply_rows(component, op, (values.to(device), numbers.to(device)))
+    for component in in_own_memory(record):
+        device = true_device(component)
+        apply_rows(component, op, (values.to(device), numbers.to(device)))
 
 
 def _combined(record: Record, payloads: list[Rows], central: bool) -> Rows:

@@ -12,8 +12,7 @@ from typing import Any
 
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.variables.group_settings import GroupSettings
-from tfstyle_dist.variables.iterators import Position
-from tfstyle_dist.variables.module_settings import Elements, ModuleSettings, Place
+from tfstyle_dist.variables.module_settings import Elements, ModuleSettings, Place, Position
 
 
 class SharedSettings:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import sparse_parts, torch_internals
+from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.devices import is_accelerator
 from tfstyle_dist.variables.copies import MOST_ENTRIES, NAMING, PLAIN_TENSORS, Copier
 from tfstyle_dist.variables.counterparts import Counterparts
@@ -32,7 +32,7 @@ class Spreader:
         take: makes what is found content; returns whether it is.
         rows: the parameters; they know where copies belong, and which memory stands for which.
         counterparts: what a replica has in the place of what the first one made in a step.
-        adopt: called with a parameter that a module got outside of every scope, and the module.
+        adopt: called with a module that may have got parameters outside of every scope.
         same: by ``id`` what all replicas have in common, although it could be copied.
 
     Attributes:
@@ -45,7 +45,7 @@ class Spreader:
         take: Callable[[Any, Belongs], bool],
         rows: ParameterRows,
         counterparts: Counterparts,
-        adopt: Callable[[torch.Tensor, torch.nn.Module], None],
+        adopt: Callable[[torch.nn.Module], None],
         same: Mapping[int, tuple[Any, Any]],
     ) -> None:
         self._count, self._take, self._device, self._twins, self._adopt = count, take, rows.device, rows.twins, adopt
@@ -166,9 +166,7 @@ class Spreader:
                 for name in gone:
                     own.pop(name, None)
             if isinstance(thing, torch.nn.Module):
-                for parameter in torch_internals.parameters_of(thing).values():
-                    if parameter is not None:
-                        self._adopt(parameter, thing)
+                self._adopt(thing)
         self.forget()
 
     def renew_views(self, left: Sequence[int], things: Things, others: Sequence[int]) -> None:

@@ -21,6 +21,7 @@ from tfstyle_dist.variables.object_content import when_gone
 from tfstyle_dist.variables.ordered import WeakOrderedSet
 from tfstyle_dist.variables.record import Living, MadeInTurns, Placement, Record
 from tfstyle_dist.variables.shared_home import SharedHome
+from tfstyle_dist.variables.state_objects import check_adoptable
 
 live_stores: weakref.WeakSet[ParameterStore] = weakref.WeakSet()
 """Those that take modules over."""
@@ -58,11 +59,10 @@ class ParameterStore:
         self.ops, self.first_replica_is_global = strategy.cross_device_ops, strategy.first_replica_is_global
         self.worker, self.parameter_device = worker, parameter_device
         self.placement = Placement.MIRRORED if parameter_device is None else Placement.CENTRAL
-        elsewhere = parameter_device is not None and worker.computes_elsewhere(parameter_device.torch_device)
+        home = None if parameter_device is None else parameter_device.torch_device
         self.contents: ReplicaContents | None = None
-        if worker.num_local_replicas > 1 or elsewhere:
-            home = None if parameter_device is None else parameter_device.torch_device
-            self.contents = ReplicaContents(worker, home, self.adopt_stray, self._run)
+        if worker.num_local_replicas > 1 or (home is not None and worker.computes_elsewhere(home)):
+            self.contents = ReplicaContents(worker, home, self.adopt_strays_of, self._run)
             self._taken = -1
             worker.executor.content = self.contents
             self._gone = weakref.ref(strategy, when_gone(self.contents.release, 0))
@@ -138,23 +138,22 @@ class ParameterStore:
         if self.contents is not None:
             if not isinstance(thing, torch.Tensor):
                 self.contents.discovery.look(None, (thing,))
-                self.contents.check_adoptable(thing)
+                if not self.contents.holds(thing):
+                    check_adoptable(thing)
             self.contents.take_object(thing)
             self.contents.finish_taking()
 
-    def adopt_stray(self, parameter: torch.Tensor, module: torch.nn.Module) -> None:
-        """A module of this strategy has a parameter that came past torch's registration: it is adopted too."""
-        known = find_record(parameter)
-        if module in self.modules and known is None and isinstance(parameter, torch.nn.Parameter):
-            name = next((n for n, p in torch_internals.parameters_of(module).items() if p is parameter), "")
-            self.adopt_parameter(parameter, module, name)
+    def adopt_strays_of(self, module: torch.nn.Module) -> None:
+        """A module of this strategy may have parameters that came past torch's registration: they are adopted too."""
+        for name, parameter in torch_internals.parameters_of(module).items() if module in self.modules else ():
+            has_shape = not isinstance(parameter, torch.nn.UninitializedParameter)
+            if has_shape and isinstance(parameter, torch.nn.Parameter) and find_record(parameter) is None:
+                self.adopt_parameter(parameter, module, name)
 
     def adopt_strays(self) -> None:
         """Adopts such parameters of all modules, e.g. after ``to_empty``."""
         for module in list(self.modules):
-            for parameter in torch_internals.parameters_of(module).values():
-                if parameter is not None and not isinstance(parameter, torch.nn.UninitializedParameter):
-                    self.adopt_stray(parameter, module)
+            self.adopt_strays_of(module)
 
     def settle(self) -> None:
         """What was written in cross-replica context reaches all replicas of this process now."""

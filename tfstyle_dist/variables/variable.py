@@ -14,15 +14,15 @@ from tfstyle_dist.variables.assigning import assign, write_of_operator
 from tfstyle_dist.variables.common_objects import in_elastic_job
 from tfstyle_dist.variables.component import read_across_replicas
 from tfstyle_dist.variables.creation import VariableSpec, copy_variable, default_creator
-from tfstyle_dist.variables.number_methods import NumberMethods
 from tfstyle_dist.variables.read_without_graph import note_read
 from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.rows import RowMethods
 from tfstyle_dist.variables.scatter import read_places, read_rows, scatter
+from tfstyle_dist.variables.value_methods import ValueMethods
 
 
-class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr__ differs from the stub
+class Variable(RowMethods, ValueMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr__ differs from the stub
     """A tensor that a strategy keeps on its replicas (``tf.Variable``).
 
     Built inside ``strategy.scope()`` it has one copy on each replica; outside every scope it is an ordinary
@@ -184,60 +184,6 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         return read_places(self._tfstyle_value(), indices, self.name)
 
     # ---- writing ----------------------------------------------------------------------------------------------
-
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Sets the variable.
-
-        In replica context the replicas' values combine by ``aggregation`` (a collective call for SUM, MEAN and
-        ONLY_FIRST_REPLICA of an ON_WRITE variable: all replicas must make it); in cross-replica context every copy
-        gets the value (an ON_READ SUM variable: value / n each).
-
-        Args:
-            value: number, array or tensor of the variable's shape and dtype.
-            use_locking: accepted for TF's signature; without effect.
-            name: accepted for TF's signature; without effect.
-            read_value: accepted for TF's signature; the result is always readable.
-
-        Returns:
-            The variable; the replica's copy of it in replica context for ON_WRITE with NONE, where the copies may
-            differ; for a cross-replica write of an ON_READ variable the aggregated value.
-
-        Raises:
-            ValueError: wrong shape or dtype (a float for integers, a number out of range); or a bare Python number
-                under SUM with several replicas.
-            RuntimeError: called in the context of another strategy.
-        """
-        return self._assign("assign", value)
-
-    def assign_add(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """Adds ``delta``; with SUM the sum of all replicas' deltas is added once.
-
-        Args:
-            delta: as ``value`` of ``assign``.
-            use_locking: accepted for TF's signature; without effect.
-            name: accepted for TF's signature; without effect.
-            read_value: accepted for TF's signature; the result is always readable.
-
-        Returns:
-            As ``assign``.
-
-        Raises:
-            ValueError: as for ``assign``; or a cross-replica write of an ON_READ variable with aggregation SUM.
-            RuntimeError: as for ``assign``.
-
-        Example:
-            >>> Variable(1.0).assign_add(2.0).value()
-            tensor(3.)
-        """
-        return self._assign("assign_add", delta)
-
-    def assign_sub(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """Subtracts ``delta``; arguments, result and errors as for ``assign_add``."""
-        return self._assign("assign_sub", delta)
 
     def __iadd__(self, value: Any) -> Any:  # type: ignore[misc]
         """``assign_add`` where that combines the replicas' values, else as in torch; TensorFlow refuses it."""

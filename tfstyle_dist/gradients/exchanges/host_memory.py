@@ -115,7 +115,8 @@ class InMemoryReducer(StreamingReducer):
             alike = self._reduce_part(*left[0], keep=keep, variant=layout.variant)
             left = left[1:]
         else:
-            alike = group.all_reduce_variant(_nothing(), "gradients", self.method, layout.variant, self._call)
+            nothing = BufferView(torch.empty(0, device="cpu"))
+            alike = group.all_reduce_variant(nothing, "gradients", self.method, layout.variant, self._call)
         clock.recount(group.waited - before, COMMUNICATION if keep else COMPUTE, WAIT)
         if alike:
             return left
@@ -195,10 +196,6 @@ def _kind(state: GradientState) -> int:
         return 0
     grad = state.record.components[0].grad
     return _ROWS if grad is not None and has_rows(grad) else 1
-
-
-def _nothing() -> Flat:
-    return BufferView(torch.empty(0, device="cpu"))
 
 
 def _plain_gradients(states: Sequence[GradientState]) -> list[torch.Tensor] | None:

@@ -6,7 +6,7 @@ XLA compiles the step as a whole. Buckets, copies into them and sending while ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -16,12 +16,8 @@ from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.store import ParameterStore
 
-
-class GradientSummation(Protocol):
-    """A group that sums many tensors in one call."""
-
-    def reduce_gradients(self, gradients: Sequence[torch.Tensor], scale: float) -> None:
-        """Replaces each tensor by ``scale`` times its sum over the workers."""
+if TYPE_CHECKING:
+    from tfstyle_dist.comm.xla.xla_group import XlaGroup
 
 
 class GraphReducer(GradientReducer):
@@ -64,7 +60,7 @@ class GraphReducer(GradientReducer):
         mine = [s for s in states if self.divisor(s.record) == divisor]
         parts = [(state, part) for state in mine if (part := self.contribution(state)) is not None]
         totals = [_own(part) for _, part in parts]
-        group = cast(GradientSummation, self.worker.group)
+        group = cast("XlaGroup", self.worker.group)
         group.reduce_gradients(totals, 1.0 if divisor is None else 1.0 / divisor)
         for (state, part), total in zip(parts, totals, strict=True):
             old, parameter = self.old_part(state), state.record.components[0]
