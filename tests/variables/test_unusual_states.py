@@ -307,3 +307,22 @@ def test_hooks_that_come_and_go_leave_nothing(strategy: Any) -> None:
     discovery = strategy.parameter_store.contents.discovery
     assert len(discovery._known_tensors) <= 1
     assert len(discovery._known_carrying) == 0
+
+
+def test_attributes_of_a_buffer_are_each_replicas_own(strategy: Any) -> None:
+    with strategy.scope():
+        model = nn.BatchNorm1d(2)
+        model.kept = [torch.zeros(1)]
+        for tensor in (model.running_mean, model.kept[0]):
+            tensor.counts, tensor.seen = {"calls": 0}, "mean"
+
+    def step() -> tuple[int, str]:
+        for tensor in (model.running_mean, model.kept[0]):
+            tensor.counts["calls"] += 1
+            tensor.seen += str(replica())
+        return model.kept[0].counts["calls"], model.running_mean.seen
+
+    for _ in range(2):
+        found = strategy.run(step)
+    assert strategy.experimental_local_results(found) == ((2, "mean00"), (2, "mean11"))
+    assert model.running_mean.counts == {"calls": 2}
