@@ -268,7 +268,7 @@ class ReplicaContents:
 
     def watch(self, tensors: Iterable[torch.Tensor], carrying: Iterable[Any] = ()) -> None:
         """Says it, once, if a step writes to tensors that all replicas share, or carries some from step to step."""
-        self._shared.watch((t for t in tensors if id(t) not in self._places), carrying)
+        self._shared.watch((t for t in tensors if id(t) not in self._places), carrying, self._places)
 
     def _let_go(self, number: int) -> None:
         """Something is gone; as a run holds all, the next one cleans the lists."""

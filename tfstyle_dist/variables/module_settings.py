@@ -2,7 +2,8 @@
 
 They are the program's own, as are lists and numbers: many modules, and the script itself, read one. A number in them
 that ``forward`` multiplies or counts up advances once for each replica, which ``SharedSettings`` says. So does an
-element of a numpy array that ``forward`` writes to, and an iterator that it, or a step function, asks for a value.
+element of a numpy array that ``forward`` writes to, and an iterator that it, or a step function, asks for a value; and
+a number that their classes have (``type(self).calls += 1``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.variables.copies import is_container
+from tfstyle_dist.variables.discovery import is_of_library
 from tfstyle_dist.variables.inner_states import KINDS
 from tfstyle_dist.variables.iterators import Position, is_iterator
 
@@ -64,15 +66,17 @@ class ModuleSettings:
 
     Attributes:
         iterators: that a step function names.
+        kinds: the classes of these objects, each with the names of its numbers; for one run.
     """
 
     def __init__(self) -> None:
         self.iterators: Sequence[Any] = ()
+        self.kinds: Sequence[tuple[type, list[str]]] = ()
         self._holders: list[tuple[weakref.ref[Any], str]] = []  # an object, and the name of its attribute
         self._own: Mapping[int, Any] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._holders or self.iterators)
+        return bool(self._holders or self.iterators or self.kinds)
 
     def find(self, things: list[tuple[Any, Any]], own: Mapping[int, Any]) -> None:
         """Looks for them.
@@ -91,6 +95,9 @@ class ModuleSettings:
         arrays = [(thing, name) for thing, name, is_array in reversed(found.values()) if is_array]
         self._holders = [(thing, name) for thing, name, is_array in found.values() if not is_array]
         self._holders += arrays[:_MOST_ARRAYS]
+        kinds = dict.fromkeys(kind for thing, _ in things for kind in type(thing).__mro__[:-1])
+        numbers = [(kind, _names_of_numbers(kind)) for kind in kinds if not is_of_library(kind)]
+        self.kinds = [(kind, names) for kind, names in numbers if names]
 
     def _are_own(self, value: Any) -> bool:
         known = self._own.get(id(value))
@@ -101,7 +108,7 @@ class ModuleSettings:
         try:
             return self._now()
         except Exception as error:
-            self._holders, self.iterators = [], ()
+            self._holders, self.iterators, self.kinds = [], (), ()
             get_logger().debug("Whether a step counts in settings is not looked at: %r", error)
             return {}
 
@@ -118,9 +125,16 @@ class ModuleSettings:
                 found[id(value), type(thing).__name__, name] = Position.of(value)
             else:
                 found |= islice(_numbers(value, f"{type(thing).__name__}.{name}", _DEPTH), _MOST)
+        for kind, names in self.kinds:
+            held = vars(kind)
+            found.update(((id(kind), f"the class {kind.__name__}", name), held.get(name)) for name in names)
         attributes = {place[0] for place in found}
         named = [iterator for iterator in self.iterators if id(iterator) not in attributes]
         return found | {(id(iterator), type(iterator).__name__, ""): Position.of(iterator) for iterator in named}
+
+
+def _names_of_numbers(kind: type) -> list[str]:
+    return [name for name, value in vars(kind).items() if type(value) in _NUMBERS and not name.startswith("__")]
 
 
 def _are_settings(value: Any) -> bool:

@@ -45,6 +45,7 @@ class SharedSettings:
         looks = not self._runs & (self._runs - 1)
         self.of_groups.begin(looks)
         self._of_modules.iterators, self.iterators = self.iterators if looks else (), ()
+        self._of_modules.kinds = ()
         if looks:
             self._of_modules.find(things, own)
         self._calls.clear()
