@@ -88,9 +88,7 @@ def test_numbers_of_a_closure(strategy: td.Strategy, caplog: pytest.LogCaptureFi
     assert [said(caplog, name) for name in ("runs", "done", "best", "in_all")] == [0] * 4
 
 
-def test_entries_of_dicts_and_attributes_of_functions(
-    strategy: td.Strategy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_entries_of_dicts_and_attributes_of_functions(strategy: td.Strategy, caplog: pytest.LogCaptureFixture) -> None:
     train = trainer(strategy)
     settings, hidden = {3: 0}, {"state": torch.zeros(2)}
 
