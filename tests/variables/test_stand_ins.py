@@ -334,3 +334,53 @@ def test_mappings_and_lists_that_python_writes_in_python(strategy: Any, kind: An
     assert results(strategy, step, 10.0) == (20, 22)
     trainer.kept[0 if kind is UserList else key].fill_(5)
     assert results(strategy, step, 10.0) == (15, 16)
+
+
+class Slotted:
+    """What a class derived from it has in a ``__dict__`` is beside this."""
+
+    __slots__ = ("calls", "log", "mean")
+
+    def begin(self) -> None:
+        self.calls, self.log, self.mean = 0, list[int](), torch.zeros(2)
+
+    def count(self, value: int) -> tuple[int, list[int], float]:
+        self.calls += 1
+        self.log.append(value)
+        self.mean += value
+        return self.calls, list(self.log), float(self.mean.sum())
+
+
+class Derived(Slotted):
+    def __init__(self) -> None:
+        self.begin()
+        self.others = 0
+
+
+class SlottedModule(Slotted, nn.Module):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.begin()
+
+
+@pytest.mark.parametrize("derived", [True, False])
+def test_slots_beside_a_dict_are_each_replicas_own(strategy: Any, derived: bool) -> None:
+    with strategy.scope():
+        trainer = Trainer(Progress())
+        counting = Derived() if derived else SlottedModule()
+        trainer.progress = counting  # type: ignore[assignment]
+
+    def step() -> tuple[int, list[int], float]:
+        found = counting.count(replica())
+        trainer.model(torch.ones(1, 1)).sum().backward()
+        return found
+
+    results(strategy, step)
+    counting.mean = counting.mean + 2.0  # also what is written outside
+    assert results(strategy, step) == ((2, [0, 0], 4.0), (2, [1, 1], 6.0))
+    assert (counting.calls, counting.log) == (2, [0, 0])
+    gone, counting = ref(counting), None  # type: ignore[assignment]
+    trainer.progress = None  # type: ignore[assignment]
+    results(strategy, lambda: None)
+    results(strategy, lambda: None)
+    wait_until_gone(gone)

@@ -69,9 +69,8 @@ class ReplicaContents:
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
         self._gone = self._failed = self._ends = self._released = False
         self._inside = HeldInside(self.count, self._places, self.take_object, self._let_go)
-        self.generators, self.settings = self._inside.generators, SharedSettings()
-        self._things: list[tuple[Any, ObjectContent]] = []  # during a run
-        self._marks, self._shared = ObjectMarks(), SharedTensors()
+        self.generators, self.settings, self._marks = self._inside.generators, SharedSettings(), ObjectMarks()
+        self._things, self._shared = list[tuple[Any, ObjectContent]](), SharedTensors()  # things: during a run
         self._data = DataWrites(lambda: self.active, self._places, self.rows, lambda: self._objects, self._shared)
         self.data_reads = DataReads(self._data)
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
@@ -219,6 +218,7 @@ class ReplicaContents:
         self._marks.forget()
         if self._running:
             self._things.append((value, content))
+        self._inside.take_beside(value, parts)
         self._spreader.fill(value, content, parts, self._has_taken)
 
     def check_adoptable(self, value: Any) -> None:

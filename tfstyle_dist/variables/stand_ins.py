@@ -20,9 +20,9 @@ _MOST_KINDS = 256
 _LEFT = 64
 
 
-def _find_slots(kind: type) -> Mapping[str, Any]:
+def _find_slots(kind: type, beside: bool = False) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
-    for one in () if kind.__dictoffset__ else kind.__mro__:
+    for one in kind.__mro__ if bool(kind.__dictoffset__) is beside else ():
         for name, held in vars(one).items() if "__slots__" in vars(one) else ():
             if isinstance(held, types.MemberDescriptorType):  # a class may have one of the same name as its base
                 found[name if name not in found else f"{name} {len(found)}"] = held
@@ -31,6 +31,10 @@ def _find_slots(kind: type) -> Mapping[str, Any]:
 
 slots_of: Callable[[type], Mapping[str, Any]] = functools.lru_cache(_MOST_KINDS)(_find_slots)
 """The descriptors of a class by name, if all attributes of its objects are in ``__slots__``; else none."""
+slots_beside: Callable[[type], Mapping[str, Any]] = functools.lru_cache(_MOST_KINDS)(
+    functools.partial(_find_slots, beside=True)
+)
+"""As ``slots_of``, if its objects have a ``__dict__`` too; else none."""
 
 
 def is_record(value: Any, among: int) -> bool:
@@ -150,6 +154,26 @@ class Slots(StandIn):
             else:
                 with contextlib.suppress(AttributeError):  # nothing was there
                     slot.__delete__(thing)
+
+
+class SlotsBeside(Slots):
+    """Stands for what an object has in ``__slots__`` beside its ``__dict__``, and does not keep it."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, thing: Any) -> None:
+        self._reference, self._held, self._slots = weakref.ref(thing), {}, slots_beside(type(thing))
+
+    @property
+    def same(self) -> tuple[Any, Any]:  # type: ignore[override]
+        """The object, twice."""
+        thing = self._reference()
+        return thing, thing
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the object is gone."""
+        return self._reference() is None
 
 
 class WeakEntries(StandIn):
