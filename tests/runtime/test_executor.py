@@ -84,6 +84,14 @@ def test_a_generator_in_which_another_replica_waits_is_explained(executor: Repli
     assert "Write the step as a function" in why
 
 
+def test_what_belongs_to_the_thread_of_another_replica_is_explained(executor: ReplicaExecutor) -> None:
+    kept = threading.local()
+    kept.calls = 0
+    with pytest.raises(AttributeError, match="calls") as caught:
+        executor.run([lambda run: kept.calls] * 2)
+    assert "A threading.local is empty in the threads of all replicas but the first one" in caught.value.__notes__[1]
+
+
 def test_an_abort_raised_by_hand_is_no_silent_success(executor: ReplicaExecutor) -> None:
     def fail(run: Any) -> None:
         raise ReplicaAborted("by hand")

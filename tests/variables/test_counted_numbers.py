@@ -14,6 +14,7 @@ from tfstyle_dist.core import logging
 TWO = ["cpu:0", "cpu:1"]
 _steps = 0
 _loss = 0.0
+_settings = {"calls": 0, "rate": 1.0, "loss": 0.0, "once": 0}
 
 
 @pytest.fixture(params=[td.MirroredStrategy, td.experimental.CentralStorageStrategy])
@@ -85,6 +86,58 @@ def test_numbers_of_a_closure(strategy: td.Strategy, caplog: pytest.LogCaptureFi
     assert (rate, runs, in_all) == (0.5**6, 3, 6)
     assert said(caplog, "rate") == 1
     assert [said(caplog, name) for name in ("runs", "done", "best", "in_all")] == [0] * 4
+
+
+def test_entries_of_dicts_and_attributes_of_functions(strategy: td.Strategy, caplog: pytest.LogCaptureFixture) -> None:
+    train = trainer(strategy)
+    settings, hidden = {3: 0}, {"state": torch.zeros(2)}
+
+    def activation() -> None:
+        activation.calls += 1  # type: ignore[attr-defined]
+        activation.mean = 0.5 * activation.mean + 1.0  # type: ignore[attr-defined]
+
+    activation.calls, activation.mean = 0, 0.0  # type: ignore[attr-defined]
+
+    class Net(torch.nn.Module):
+        def forward(self) -> None:
+            _settings["calls"] += 1
+            _settings["rate"] = 0.5 * _settings["rate"]
+            _settings["loss"] = 0.1 * td.get_replica_context().replica_id_in_sync_group  # type: ignore[operator]
+            settings[3] = settings.get(3, 0) + 1
+            hidden["state"] = hidden["state"] + 1
+            if td.get_replica_context().replica_id_in_sync_group == 0:
+                _settings["once"] += 1
+
+    with strategy.scope():
+        net = Net()
+
+    def step() -> None:
+        net()
+        activation()
+        train()
+
+    for _ in range(3):
+        strategy.run(step)
+    assert (settings, activation.calls) == ({3: 6}, 6)  # type: ignore[attr-defined]
+    counted = ["_settings['calls']", "_settings['rate']", "settings[3]", "activation.calls", "activation.mean"]
+    assert [said(caplog, name) for name in counted] == [1] * 5
+    assert caplog.text.count("another number") == 5
+    assert caplog.text.count("another tensor") == 1
+    assert """reads the variable "hidden['state']" and then gives it another tensor""" in caplog.text
+
+
+def test_a_dict_that_is_each_replicas_own_is_not_said(strategy: td.Strategy, caplog: pytest.LogCaptureFixture) -> None:
+    with strategy.scope():
+        state: dict[str, Any] = {"model": torch.nn.Linear(2, 1), "step": 0}
+
+    def step() -> None:
+        state["step"] += 1
+        state["model"](torch.ones(1, 2)).sum().backward()
+
+    for _ in range(3):
+        strategy.run(step)
+    assert state["step"] == 3
+    assert "another number" not in caplog.text
 
 
 def test_one_replica_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:

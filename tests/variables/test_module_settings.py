@@ -241,3 +241,27 @@ def test_settings_that_cannot_be_looked_into_are_left_alone(caplog: pytest.LogCa
     ):
         trained(two_replicas(), settings, leave_alone)
     assert SAID not in caplog.text
+
+
+class Counting(torch.nn.Module):
+    """Counts in attributes of its class, and in one of its own."""
+
+    calls, last, own, depth = 0, 0.0, 0, 3
+
+    def forward(self) -> None:
+        type(self).calls += 1
+        type(self).last = float(self.depth)
+        self.own += 1
+
+
+@pytest.mark.parametrize("kind", [td.MirroredStrategy, td.experimental.CentralStorageStrategy])
+def test_numbers_of_the_class_of_a_module(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    before = Counting.calls
+    with kind(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = Counting()
+        for _ in range(3):
+            strategy.run(model)
+        assert (Counting.calls - before, model.own) == (6, 3)
+    assert f"The setting 'calls' in the class Counting {SAID}" in caplog.text
+    assert caplog.text.count(SAID) == 1

@@ -334,39 +334,3 @@ def test_mappings_and_lists_that_python_writes_in_python(strategy: Any, kind: An
     assert results(strategy, step, 10.0) == (20, 22)
     trainer.kept[0 if kind is UserList else key].fill_(5)
     assert results(strategy, step, 10.0) == (15, 16)
-
-
-class Meter:
-    """Without slots, so that what is derived from it has both."""
-
-
-class SlottedMeter(Meter):
-    __slots__ = ("count", "total")
-
-    def __init__(self) -> None:
-        self.count, self.total, self.values = 0, torch.zeros(()), [0]
-
-    def add(self, value: int) -> tuple[int, float, list[int], int]:
-        self.count += 1
-        self.total += value
-        self.values.append(value)
-        self.last = value
-        return self.count, float(self.total), list(self.values), self.last
-
-
-@pytest.mark.parametrize("place", ["trainer", "named", "list"])
-def test_slots_beside_a_dict(strategy: Any, place: str) -> None:
-    meter = SlottedMeter()
-    trainer = Trainer(meter)  # type: ignore[arg-type]
-    meters = [meter]
-    found: dict[str, Callable[[], Any]] = {
-        "trainer": lambda: trainer.progress,
-        "named": lambda: meter,
-        "list": lambda: meters[0],
-    }
-    step = found[place]
-    assert results(strategy, lambda: step().add(1 + replica())) == ((1, 1.0, [0, 1], 1), (1, 2.0, [0, 2], 2))
-    assert results(strategy, lambda: step().add(1 + replica())) == ((2, 2.0, [0, 1, 1], 1), (2, 4.0, [0, 2, 2], 2))
-    assert (meter.count, float(meter.total), meter.values, meter.last) == (2, 2.0, [0, 1, 1], 1)
-    meter.count = 10
-    assert [count for count, *_ in results(strategy, lambda: step().add(0))] == [11, 11]

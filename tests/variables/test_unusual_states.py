@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import weakref
 from collections import OrderedDict
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -307,3 +309,57 @@ def test_hooks_that_come_and_go_leave_nothing(strategy: Any) -> None:
     discovery = strategy.parameter_store.contents.discovery
     assert len(discovery._known_tensors) <= 1
     assert len(discovery._known_carrying) == 0
+
+
+def test_attributes_of_a_buffer_are_each_replicas_own(strategy: Any) -> None:
+    with strategy.scope():
+        model = nn.BatchNorm1d(2)
+        model.kept = [torch.zeros(1)]
+        for tensor in (model.running_mean, model.kept[0]):
+            tensor.counts, tensor.seen = {"calls": 0}, "mean"
+
+    def step() -> tuple[int, str]:
+        for tensor in (model.running_mean, model.kept[0]):
+            tensor.counts["calls"] += 1
+            tensor.seen += str(replica())
+        return model.kept[0].counts["calls"], model.running_mean.seen
+
+    for _ in range(2):
+        found = strategy.run(step)
+    assert strategy.experimental_local_results(found) == ((2, "mean00"), (2, "mean11"))
+    assert model.running_mean.counts == {"calls": 2}
+
+
+class WithBest(nn.Module):
+    """Keeps copies of what had the least loss, each with what it counted then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.best, self.least = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), None, float("inf")
+
+    def look(self, loss: float) -> None:
+        if loss < self.least:
+            self.least, self.best = loss, copy.deepcopy(self.net).requires_grad_(False)
+
+
+def test_a_frozen_copy_that_a_step_keeps_is_each_replicas_own() -> None:
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = WithBest()
+            optimizer = torch.optim.SGD(model.net.parameters(), lr=0.1)
+        losses, found = ([4.0, 3.0], [2.0, 9.0], [9.0, 9.0], [9.0, 1.0], [9.0, 9.0]), []
+
+        def step(number: int) -> torch.Tensor:
+            optimizer.zero_grad()
+            model.net(torch.tensor([[0.0, 1.0], [2.0, 1.0]])).square().sum().backward()
+            optimizer.step()
+            model.look(losses[number][replica()])
+            assert model.best is not None
+            return torch.cat([p.detach().reshape(-1) for p in (*model.best.parameters(), *model.best.buffers())])
+
+        for number in range(5):
+            found.append(strategy.experimental_local_results(strategy.run(step, args=(number,))))
+        first, second = zip(*found, strict=True)
+        assert torch.equal(first[0], second[0])
+        assert [torch.equal(one, other) for one, other in pairwise(first)] == [False, True, True, True]
+        assert [torch.equal(one, other) for one, other in pairwise(second)] == [True, True, False, True]

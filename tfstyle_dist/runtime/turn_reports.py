@@ -153,6 +153,11 @@ _ONE_FOR_ALL: Mapping[tuple[type[BaseException], str], str] = {
 }
 """What is said of errors that come of what is one for all replicas of a process, by class and message."""
 
+_OF_A_THREAD = (
+    "A threading.local is empty in the threads of all replicas but the first one. Set what it has in the step, or keep "
+    "it in a context variable (contextvars) or in an attribute of a module (docs/replicas.md)."
+)
+
 
 def explain_what_is_one(error: BaseException, count: int) -> None:
     """Adds a note to the error of a replica that used something in which another one waits, such as a generator.
@@ -162,5 +167,7 @@ def explain_what_is_one(error: BaseException, count: int) -> None:
         count: the replicas of this process.
     """
     why = next((why for (kind, said), why in _ONE_FOR_ALL.items() if type(error) is kind and error.args == (said,)), "")
+    if isinstance(error, AttributeError) and isinstance(error.obj, threading.local):
+        why = _OF_A_THREAD
     if count > 1 and why:
         error.add_note(f"[tfstyle_dist] {why}")

@@ -12,9 +12,12 @@ from tfstyle_dist.core import sparse_parts, torch_internals
 from tfstyle_dist.core.process_hooks import Hooks, Patch
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.variables.known_tensors import find_record
+from tfstyle_dist.variables.ordered import WeakOrderedSet
 from tfstyle_dist.variables.record import Placement
 from tfstyle_dist.variables.store import ParameterStore, live_stores
 from tfstyle_dist.variables.wrapped_twice import wrapped_models
+
+_copied_in_steps: WeakOrderedSet[torch.nn.Module] = WeakOrderedSet()
 
 
 def _store_in_force() -> ParameterStore | None:
@@ -100,7 +103,15 @@ def _on_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None
     if name == "parametrizations" or isinstance(child, torch.nn.utils.parametrize.ParametrizationList):
         _refuse_another_class(store, module, name)
     store.modules.add(module)
-    _adopt_all(store, child)  # copies that were made by copy.deepcopy came past torch's registration
+    if not _is_kept_copy(child):
+        _adopt_all(store, child)  # copies that were made by copy.deepcopy came past torch's registration
+
+
+def _is_kept_copy(module: torch.nn.Module) -> bool:
+    """Whether a step has copied a module and does not train it, as the best one so far: each replica has its own."""
+    frame = current_frame()
+    in_step = frame is not None and frame.replica is not None
+    return in_step and module in _copied_in_steps and not any(p.requires_grad for p in module.parameters())
 
 
 def _refuse_another_class(store: ParameterStore, module: torch.nn.Module, name: str) -> None:
@@ -151,6 +162,8 @@ def _set_state(original: Any, module: torch.nn.Module, state: Any) -> None:
     store = _store_in_force()
     if store is not None:
         _adopt_all(store, module)
+    elif (frame := current_frame()) is not None and frame.replica is not None:
+        _copied_in_steps.add(module)
 
 
 registrations = Hooks(

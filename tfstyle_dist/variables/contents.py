@@ -69,9 +69,8 @@ class ReplicaContents(Content):
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
         self._gone = self._failed = self._ends = self._released = False
         self._inside = HeldInside(self.count, self._places, self.take_object, self._let_go)
-        self.generators, self.settings = self._inside.generators, SharedSettings(self.count)
-        self._things: list[tuple[Any, ObjectContent]] = []  # during a run
-        self._marks, self._shared = ObjectMarks(), SharedTensors()
+        self.generators, self.settings, self._marks = self._inside.generators, SharedSettings(self.count), ObjectMarks()
+        self._things, self._shared = list[tuple[Any, ObjectContent]](), SharedTensors()  # things: during a run
         self._data = DataWrites(lambda: self.active, self._places, self.rows, lambda: self._objects, self._shared)
         self.data_reads = DataReads(self._data)
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
@@ -218,6 +217,7 @@ class ReplicaContents(Content):
         self._marks.forget()
         if self._running:
             self._things.append((value, content))
+        self._inside.take_beside(value, parts)
         self._spreader.fill(value, content, parts, self._has_taken)
 
     def _has_taken(self, thing: Any, content: ObjectContent) -> None:
@@ -262,7 +262,7 @@ class ReplicaContents(Content):
 
     def watch(self, tensors: Iterable[torch.Tensor], carrying: Iterable[Any] = ()) -> None:
         """Says it, once, if a step writes to tensors that all replicas share, or carries some from step to step."""
-        self._shared.watch((t for t in tensors if id(t) not in self._places), carrying)
+        self._shared.watch((t for t in tensors if id(t) not in self._places), carrying, self._places)
 
     def _let_go(self, number: int) -> None:
         """Something is gone; as a run holds all, the next one cleans the lists."""

@@ -170,6 +170,7 @@ class Copier:
         if type(value) not in PLAIN_TENSORS or value.requires_grad:
             return value  # of a graph that was made outside of the replicas, or of a class of its own
         own: torch.Tensor = self._note(value, self._copy(value))
+        own.__dict__.update({name: self(held) for name, held in list(value.__dict__.items())})
         return own
 
     def _entries(self, value: Any) -> Any:

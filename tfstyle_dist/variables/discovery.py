@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from tfstyle_dist.values import PerReplica
-from tfstyle_dist.variables.carried_names import Carrying, carried_in, with_inner
+from tfstyle_dist.variables.carried_names import Carrying, Place, carried_in, with_inner
 from tfstyle_dist.variables.copies import ATOMS, DICTS, WEAK, referred_to
-from tfstyle_dist.variables.module_settings import is_iterator
+from tfstyle_dist.variables.iterators import is_iterator
 from tfstyle_dist.variables.stand_ins import is_record
 from tfstyle_dist.variables.state_objects import BOXES, FEW, Belongs, parts_of
 
@@ -35,7 +35,7 @@ _LIBRARIES = (
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of a path: a user's own packages, those of a system, and those of other environments."""
 _MOST_LOOKED_AT = 256
-_Names = tuple[tuple[str, ...], ...]
+_Names = tuple[tuple[str, ...], tuple[Place, ...]]
 _WRAPPERS: tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...] = (
     ((staticmethod, classmethod), ("__func__",)),
     (property, ("fget", "fset")),
@@ -74,7 +74,7 @@ class Discovery:
         self._methods: dict[str, list[weakref.ref[types.FunctionType]]] = {}  # that no function has named yet
         self._bound: dict[tuple[int, str], tuple[weakref.ref[types.FunctionType], int]] = {}  # globals by ``id``
         self._known_tensors: dict[int, weakref.ref[torch.Tensor]] = {}  # that these functions name
-        self._known_carrying: dict[int, tuple[weakref.ref[types.FunctionType], tuple[str, ...]]] = {}
+        self._known_carrying: dict[int, tuple[weakref.ref[types.FunctionType], tuple[Place, ...]]] = {}
 
     def look(self, function: Any, arguments: Iterable[Any]) -> None:
         """Takes what a function and its arguments name.
@@ -125,9 +125,9 @@ class Discovery:
         """
         if not self._classes or kind in self._followed:
             return
-        libraries = {name for one in kind.__mro__ if _is_of_library(one) for name in vars(one)}
+        libraries = {name for one in kind.__mro__ if is_of_library(one) for name in vars(one)}
         for one in kind.__mro__[:-1]:
-            if one in self._followed or _is_of_library(one):
+            if one in self._followed or is_of_library(one):
                 continue
             self._followed.add(one)
             for name, held in list(vars(one).items()):
@@ -251,7 +251,7 @@ class Discovery:
         for value in _dicts_first(list(named.values())):
             self._value(value, seen, names, 0)
 
-    def _names_of(self, code: types.CodeType) -> tuple[tuple[str, ...], ...]:
+    def _names_of(self, code: types.CodeType) -> _Names:
         known = self._names.get(code)
         if known is None:
             library = _is_library(code.co_filename)
@@ -289,10 +289,10 @@ def _unwrapped(function: Any) -> Any:
         return function
 
 
-def _is_of_library(kind: type) -> bool:
+def is_of_library(kind: type) -> bool:
+    """Whether a class is not the program's; notebooks have no file, nor have the modules that Python is made with."""
     name = str(kind.__module__)
     file = getattr(sys.modules.get(name), "__file__", None)
-    # Notebooks have no file; nor have the modules that Python is made with.
     return name.partition(".")[0] in sys.stdlib_module_names if file is None else _is_library(file)
 
 

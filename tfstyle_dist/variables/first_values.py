@@ -18,6 +18,12 @@ from tfstyle_dist.variables.record import Living, Placement, Record, raw
 _STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
 BYTES_PER_MESSAGE = 250 * 1024 * 1024
 _STRUCTURE = "model structure"
+_MADE_HERE = (
+    "This worker has a module, a parameter or a buffer that the others have not made, as where a step makes it for "
+    "what it finds in its share of the batch. Make it on all workers. A copy that is kept and not trained, such as the "
+    "best model so far, may be each worker's own: freeze it before it is kept, as in self.best = "
+    "copy.deepcopy(self.model).requires_grad_(False)."
+)
 
 
 def has_sums(dtype: torch.dtype) -> bool:
@@ -66,8 +72,9 @@ def _difference(group: WorkerGroup, pending: Sequence[Record]) -> CollectiveMism
     try:
         group.agree(json.dumps(mine), _STRUCTURE)
     except CollectiveMismatchError as error:
-        if not all(call.startswith(_STRUCTURE) for call in error.calls):
-            raise  # another worker did something else altogether
+        if not all(call.startswith(_STRUCTURE) for call in error.calls):  # another worker did something else altogether
+            error.add_note(f"[tfstyle_dist] {_MADE_HERE}")
+            raise
         everyone = [json.loads(c.removeprefix(_STRUCTURE).rpartition(" at ")[0]) for c in error.calls]
         first = everyone[0]
         for rank, other in enumerate(everyone):

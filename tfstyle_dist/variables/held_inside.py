@@ -16,7 +16,7 @@ import torch
 from tfstyle_dist.runtime.random_streams import is_of_the_streams
 from tfstyle_dist.variables.copies import ATOMS, DICTS, is_container
 from tfstyle_dist.variables.inner_states import InnerStates, has_inner_state, is_common
-from tfstyle_dist.variables.stand_ins import Entries, StandIn, entries_of
+from tfstyle_dist.variables.stand_ins import Entries, SlotsBeside, StandIn, entries_of, slots_beside
 from tfstyle_dist.variables.state_objects import (
     FEW,
     HOLDERS,
@@ -168,6 +168,18 @@ class HeldInside(InnerStates):
             return False
         self._places[id(value)] = True
         return True
+
+    def take_beside(self, value: Any, parts: Belongs) -> None:
+        """Exchanges what an object has in ``__slots__``, whose other attributes are content.
+
+        Args:
+            value: the object.
+            parts: what its attributes are.
+        """
+        if slots_beside(type(value)):
+            stand_in = SlotsBeside(value)
+            self._stand_ins[id(stand_in)], self.same[id(stand_in)] = stand_in, (stand_in, stand_in)
+            self._take(stand_in, parts)
 
     def _forget(self, number: int) -> None:
         self.same.pop(number, None)

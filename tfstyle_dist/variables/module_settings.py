@@ -2,15 +2,13 @@
 
 They are the program's own, as are lists and numbers: many modules, and the script itself, read one. A number in them
 that ``forward`` multiplies or counts up advances once for each replica, which ``SharedSettings`` says. So does an
-element of a numpy array that ``forward`` writes to, and an iterator that it, or a step function, asks for a value.
+element of a numpy array that ``forward`` writes to, and an iterator that it, or a step function, asks for a value; and
+a number that their classes have (``type(self).calls += 1``).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import itertools
-import operator
 import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +19,9 @@ import numpy as np
 
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.variables.copies import is_container
+from tfstyle_dist.variables.discovery import is_of_library
 from tfstyle_dist.variables.inner_states import KINDS
+from tfstyle_dist.variables.iterators import Position, is_iterator
 
 _MOST = 1000
 """Of entries, which are data if they are more, and of numbers that are compared."""
@@ -31,13 +31,6 @@ _DEPTH = 3
 _NUMBERS = frozenset({bool, int, float})
 _NAMES = frozenset({str, int})
 _SPACES = (argparse.Namespace, types.SimpleNamespace)
-
-_MOST_PARTS = 256
-"""Of what an iterator refers to, also by iterators within it, that is looked at."""
-_SHORT = 64
-"""Of texts that are compared."""
-_PYTHON = frozenset({"builtins", "itertools"})
-_LOADERS = "torch.utils.data."
 
 Place = tuple[int, int | str, str]
 """An object by its ``id``, which settings of it (the number of a group, or how it is called), and the name of one.
@@ -68,63 +61,22 @@ class Elements:
         return set(np.flatnonzero((before != after) & ~both).tolist())
 
 
-class Position(str):
-    """Where an iterator is; another one once it has been asked for a value, for nearly all kinds of them."""
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, iterator: Any) -> Position:
-        """That of an iterator of ``is_iterator``."""
-        seen, waiting, found = set[int](), [iterator], list[Any]()
-        while waiting and len(found) < _MOST_PARTS:
-            if id(one := waiting.pop()) not in seen:
-                seen.add(id(one))
-                found.append(_place(one))
-                for part in islice(_parts(one), _MOST_PARTS - len(found)):
-                    if is_iterator(type(part)):
-                        waiting.append(part)
-                    plain = type(part) in (int, float) or (type(part) is str and len(part) <= _SHORT)
-                    found.append(part if plain else id(part))
-        return cls(found)
-
-
-def is_iterator(kind: type) -> bool:
-    """Whether objects of a class are generators, iterators of Python's own, or of a ``DataLoader``."""
-    module = str(kind.__module__)
-    return hasattr(kind, "__next__") and (module in _PYTHON or module.startswith(_LOADERS))
-
-
-def _place(iterator: Any) -> Any:
-    """What an iterator says of itself."""
-    if isinstance(iterator, itertools.count):
-        return repr(iterator)
-    if isinstance(iterator, types.GeneratorType):
-        return None if iterator.gi_frame is None else iterator.gi_frame.f_lasti
-    return None if hasattr(iterator, "__dict__") else operator.length_hint(iterator, -1)
-
-
-def _parts(iterator: Any) -> Iterator[Any]:
-    """What it refers to, also in a tuple, as of ``zip``: of a generator its variables, and what its loops are at."""
-    held = list(vars(iterator).values()) if hasattr(iterator, "__dict__") else gc.get_referents(iterator)
-    for part in held:
-        yield from part if type(part) is tuple else (part,)
-
-
 class ModuleSettings:
     """Those that the attributes of some objects are, and iterators that a step function names.
 
     Attributes:
         iterators: that a step function names.
+        kinds: the classes of these objects, each with the names of its numbers; for one run.
     """
 
     def __init__(self) -> None:
         self.iterators: Sequence[Any] = ()
+        self.kinds: Sequence[tuple[type, list[str]]] = ()
         self._holders: list[tuple[weakref.ref[Any], str]] = []  # an object, and the name of its attribute
         self._own: Mapping[int, Any] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._holders or self.iterators)
+        return bool(self._holders or self.iterators or self.kinds)
 
     def find(self, things: list[tuple[Any, Any]], own: Mapping[int, Any]) -> None:
         """Looks for them.
@@ -143,6 +95,9 @@ class ModuleSettings:
         arrays = [(thing, name) for thing, name, is_array in reversed(found.values()) if is_array]
         self._holders = [(thing, name) for thing, name, is_array in found.values() if not is_array]
         self._holders += arrays[:_MOST_ARRAYS]
+        kinds = dict.fromkeys(kind for thing, _ in things for kind in type(thing).__mro__[:-1])
+        numbers = [(kind, _names_of_numbers(kind)) for kind in kinds if not is_of_library(kind)]
+        self.kinds = [(kind, names) for kind, names in numbers if names]
 
     def _are_own(self, value: Any) -> bool:
         known = self._own.get(id(value))
@@ -153,7 +108,7 @@ class ModuleSettings:
         try:
             return self._now()
         except Exception as error:
-            self._holders, self.iterators = [], ()
+            self._holders, self.iterators, self.kinds = [], (), ()
             get_logger().debug("Whether a step counts in settings is not looked at: %r", error)
             return {}
 
@@ -170,9 +125,16 @@ class ModuleSettings:
                 found[id(value), type(thing).__name__, name] = Position.of(value)
             else:
                 found |= islice(_numbers(value, f"{type(thing).__name__}.{name}", _DEPTH), _MOST)
+        for kind, names in self.kinds:
+            held = vars(kind)
+            found.update(((id(kind), f"the class {kind.__name__}", name), held.get(name)) for name in names)
         attributes = {place[0] for place in found}
         named = [iterator for iterator in self.iterators if id(iterator) not in attributes]
         return found | {(id(iterator), type(iterator).__name__, ""): Position.of(iterator) for iterator in named}
+
+
+def _names_of_numbers(kind: type) -> list[str]:
+    return [name for name, value in vars(kind).items() if type(value) in _NUMBERS and not name.startswith("__")]
 
 
 def _are_settings(value: Any) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.variables.group_settings import GroupSettings
-from tfstyle_dist.variables.module_settings import Elements, ModuleSettings, Place, Position
+from tfstyle_dist.variables.iterators import Position
+from tfstyle_dist.variables.module_settings import Elements, ModuleSettings, Place
 
 
 class SharedSettings:
@@ -48,6 +49,7 @@ class SharedSettings:
         looks = not self._runs & (self._runs - 1)
         self.of_groups.begin(looks)
         self._of_modules.iterators, self.iterators = self.iterators if looks else (), ()
+        self._of_modules.kinds = ()
         if looks:
             self._of_modules.find(things, own)
         self._calls.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 
@@ -56,10 +56,16 @@ class SharedTensors:
         self._data = HeldData()  # likewise
         self._carried = CarriedNames(())
 
-    def watch(self, tensors: Iterable[torch.Tensor], carrying: Iterable[Carrying]) -> None:
-        """Remembers how often each tensor was written to so far, and which ones variables hold; forgets all others."""
+    def watch(self, tensors: Iterable[torch.Tensor], carrying: Iterable[Carrying], own: Container[int] = ()) -> None:
+        """Remembers how often each tensor was written to so far, and which ones variables hold; forgets all others.
+
+        Args:
+            tensors: all of them.
+            carrying: functions with the names of the variables.
+            own: by ``id`` what each replica has its own content of.
+        """
         self._data.clear()
-        self._carried = CarriedNames(carrying)
+        self._carried = CarriedNames(carrying, own)
         self._watched = {id(t): (t, torch_internals.version_of(t)) for t in tensors if not t.is_inference()}
 
     def data_is_read(self, tensor: torch.Tensor, data: torch.Tensor | None) -> None:

@@ -20,9 +20,9 @@ _MOST_KINDS = 256
 _LEFT = 64
 
 
-def _find_slots(kind: type) -> Mapping[str, Any]:
+def _find_slots(kind: type, beside: bool = False) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
-    for one in kind.__mro__:
+    for one in kind.__mro__ if bool(kind.__dictoffset__) is beside else ():
         for name, held in vars(one).items() if "__slots__" in vars(one) else ():
             if isinstance(held, types.MemberDescriptorType):  # a class may have one of the same name as its base
                 found[name if name not in found else f"{name} {len(found)}"] = held
@@ -30,17 +30,21 @@ def _find_slots(kind: type) -> Mapping[str, Any]:
 
 
 slots_of: Callable[[type], Mapping[str, Any]] = functools.lru_cache(_MOST_KINDS)(_find_slots)
-"""The descriptors of a class by name, of all attributes of its objects that are in ``__slots__``."""
+"""The descriptors of a class by name, if all attributes of its objects are in ``__slots__``; else none."""
+slots_beside: Callable[[type], Mapping[str, Any]] = functools.lru_cache(_MOST_KINDS)(
+    functools.partial(_find_slots, beside=True)
+)
+"""As ``slots_of``, if its objects have a ``__dict__`` too; else none."""
 
 
 def is_record(value: Any, among: int) -> bool:
-    """Whether an object is data because it has slots alone and is one of many.
+    """Whether an object is data because it has slots and is one of many.
 
     Args:
         value: any object.
         among: how many are in the container that it is in.
     """
-    return among > _FEW and not type(value).__dictoffset__ and bool(slots_of(type(value)))
+    return among > _FEW and bool(slots_of(type(value)))
 
 
 def entries_of(value: Any) -> dict[str, Any]:
@@ -133,14 +137,13 @@ def _kind_of(box: dict[str, Any]) -> Any:
 
 
 class Slots(StandIn):
-    """Stands for an object whose attributes are in ``__slots__``, if not all, as where a base class has none."""
+    """Stands for an object whose attributes are in ``__slots__``."""
 
-    __slots__ = ("_others", "_slots")
+    __slots__ = ("_slots",)
 
     def __init__(self, thing: Any) -> None:
         super().__init__(thing)
         self._slots = slots_of(type(thing))
-        self._others = Entries(thing) if type(thing).__dictoffset__ else None
 
     def _read(self) -> Iterator[tuple[str, Any]]:
         thing = self.same[0]
@@ -149,8 +152,6 @@ class Slots(StandIn):
                 yield name, slot.__get__(thing)
             except AttributeError:  # nothing
                 continue
-        if self._others is not None:
-            yield from self._others._read()
 
     def _write(self, attributes: Mapping[str, Any]) -> None:
         thing = self.same[0]
@@ -160,8 +161,27 @@ class Slots(StandIn):
             else:
                 with contextlib.suppress(AttributeError):  # nothing was there
                     slot.__delete__(thing)
-        if self._others is not None:
-            self._others._write({name: value for name, value in attributes.items() if name not in self._slots})
+
+
+class SlotsBeside(Slots):
+    """Stands for what an object has in ``__slots__`` beside its ``__dict__``, and does not keep it."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, thing: Any) -> None:
+        self._reference, self._held, self.kind = weakref.ref(thing), {}, type(thing)
+        self._slots = slots_beside(self.kind)
+
+    @property
+    def same(self) -> tuple[Any, Any]:  # type: ignore[override]
+        """The object, twice."""
+        thing = self._reference()
+        return thing, thing
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the object is gone."""
+        return self._reference() is None
 
 
 class WeakEntries(StandIn):

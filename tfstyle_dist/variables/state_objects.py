@@ -105,10 +105,8 @@ def _stand_in(thing: Any, weak: bool = True) -> StandIn | None:
     kind = type(thing)
     if kind is weakref.WeakKeyDictionary:
         return WeakEntries(thing) if weak else None
-    if issubclass(kind, (*BOXES, torch.Tensor, type)) or not slots_of(kind):
+    if kind.__dictoffset__ or issubclass(kind, (*BOXES, torch.Tensor, type)) or not slots_of(kind):
         return None
-    if kind.__dictoffset__:
-        return Slots(thing) if _has_attributes_of_its_own(thing) else None
     module = kind.__module__ or ""
     skipped = _is_skipped(module) or module.partition(".")[0] in sys.stdlib_module_names
     return None if skipped else Slots(thing)
@@ -174,11 +172,7 @@ def _is_unfinished(thing: Any) -> bool:
 
 
 def is_plain(thing: Any) -> bool:
-    """Whether this is an object of the user's or of a library of training code, with all attributes in its dict."""
-    return not slots_of(type(thing)) and _has_attributes_of_its_own(thing)
-
-
-def _has_attributes_of_its_own(thing: Any) -> bool:
+    """Whether this is an object of a class of the user's or of a library of training code."""
     kind = type(thing)
     if isinstance(thing, (type, types.ModuleType, BaseException, threading.Thread, torch.Tensor, enum.Enum, *HOLDERS)):
         return False
@@ -246,7 +240,7 @@ def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """The objects and functions that an optimizer has directly or in a container: schedules of its own, hooks."""
     for held in list(vars(optimizer).values()):
         parts = parts_of(held, _MOST_HELD) if isinstance(held, list | tuple | dict) else [held]
-        yield from (part for part in parts if isinstance(part, NAMING) or is_plain(part) or _stand_in(part))
+        yield from (part for part in parts if isinstance(part, NAMING) or is_plain(part))
 
 
 def check_adoptable(thing: Any) -> None:

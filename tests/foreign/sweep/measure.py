@@ -70,7 +70,7 @@ TABLES = {
     "torch": ("optimizers_torch", "schedulers"),
     "transformers": ("models_transformers",),
     "optimizers": ("optimizers_packages", "optimizers_more"),
-    "models": ("models_images", "models_packages", "models_more", "models_kinds"),
+    "models": ("models_images", "models_packages", "models_more", "models_kinds", "models_written"),
     "libraries": ("libraries_loops", "libraries_kinds", "libraries_layers"),
     "broken": ("broken",),
 }
