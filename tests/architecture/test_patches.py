@@ -123,7 +123,7 @@ def test_what_is_wrapped_stands_in_the_table() -> None:
     [
         ("`keras.Model.compile`, `fit`, `evaluate`, ", "", "integrations/keras/methods.py: fit"),
         ("| `step` of each class", "| each class", "gradients/step_hooks.py: step"),
-        ("| `torch.Tensor.data` ", "| ", "variables/data_writes.py: data"),
+        ("| `torch.Tensor.data` ", "| ", "variables/content/data_writes.py: data"),
         ("`gradients/backward_calls.py`", "`gradients/other.py`", "gradients/backward_calls.py: _engine_run_backward"),
     ],
 )

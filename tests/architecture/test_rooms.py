@@ -77,3 +77,11 @@ def test_the_stops_of_the_walks_exist() -> None:
         if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in body):
             missing.append(f"{path}: {function}")
     assert not missing, f"docs/architecture.md names stops that do not exist: {missing}"
+
+
+def test_every_module_of_elastic_jobs_is_in_the_table() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("| module of `elastic/` |")[2].partition("\n\n")[0]
+    there = {file.path.name for file in room_files() if starts_with(file.name, f"{PACKAGE}.elastic")} - {"__init__.py"}
+    named = set(re.findall(r"`(\w+\.py)`", table))
+    assert named == there, f"in one of both only: {sorted(named ^ there)}"

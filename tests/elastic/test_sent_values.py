@@ -17,7 +17,7 @@ from tfstyle_dist.elastic.replica_state import ReplicaStates
 from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
 from tfstyle_dist.elastic.votes import Votes, fingerprint
 from tfstyle_dist.values import PerReplica
-from tfstyle_dist.variables.contents import ReplicaContents
+from tfstyle_dist.variables.content.contents import ReplicaContents
 
 Pair = namedtuple("Pair", "a b")
 

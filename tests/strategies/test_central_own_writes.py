@@ -12,7 +12,7 @@ from as_one_device import Step, assert_as_one_device
 from torch import nn
 
 import tfstyle_dist as td
-from tfstyle_dist.variables import shared_writes
+from tfstyle_dist.variables.central import shared_writes
 
 ON_CPUS = pytest.mark.cpu_only("devices compute with copies, which the memory that was kept is none of")
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import tfstyle_dist as td
-from tfstyle_dist.variables.iterators import Position, is_iterator
+from tfstyle_dist.variables.content.iterators import Position, is_iterator
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_said_yet")]
 

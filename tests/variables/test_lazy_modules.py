@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tfstyle_dist as tfd
-from tfstyle_dist.variables import data_writes
+from tfstyle_dist.variables.content import data_writes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 X = torch.tensor([[1.0, 2.0, -1.0], [0.5, 0.0, 3.0]])

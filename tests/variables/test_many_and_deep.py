@@ -16,7 +16,7 @@ from torch import nn
 
 import tfstyle_dist as td
 from tfstyle_dist.core import logging, torch_internals
-from tfstyle_dist.variables import copies
+from tfstyle_dist.variables.content import copies
 from tfstyle_dist.variables.store import ParameterStore
 
 LONG = copies.MOST_ENTRIES + 1

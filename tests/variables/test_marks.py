@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import tfstyle_dist as td
-from tfstyle_dist.variables import marks
-from tfstyle_dist.variables.marks import Mark, TensorMarks
+from tfstyle_dist.variables.content import marks
+from tfstyle_dist.variables.content.marks import Mark, TensorMarks
 
 
 def _entry(kind: int) -> Any:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, MOST_ENTRIES, base_of, has_attributes_beside
-from tfstyle_dist.variables.held_inside import stand_in_for
-from tfstyle_dist.variables.stand_ins import Entries, StandIn, set_attributes
-from tfstyle_dist.variables.state_objects import Belongs, is_state
+from tfstyle_dist.variables.content.copies import ATOMS, CONTAINERS, MOST_ENTRIES, base_of, has_attributes_beside
+from tfstyle_dist.variables.content.held_inside import stand_in_for
+from tfstyle_dist.variables.content.stand_ins import Entries, StandIn, set_attributes
+from tfstyle_dist.variables.content.state_objects import Belongs, is_state
 
 
 class HeldValues:

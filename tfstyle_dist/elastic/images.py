@@ -11,8 +11,8 @@ import torch
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.elastic.leaves import VALUES
 from tfstyle_dist.elastic.values import ValueWriter, is_sent_as_tensor
-from tfstyle_dist.variables.copies import CONTAINERS
-from tfstyle_dist.variables.marks import Mark, tensor_state
+from tfstyle_dist.variables.content.copies import CONTAINERS
+from tfstyle_dist.variables.content.marks import Mark, tensor_state
 
 _TENSOR = repr(["t", 0])  # how a tensor by itself is described
 

@@ -28,7 +28,7 @@ from tfstyle_dist.elastic.votes import Call, Votes, fingerprint, settings_of
 from tfstyle_dist.elastic.whole_state import WholeState
 from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.runtime.random_streams import seed_of
-from tfstyle_dist.variables.common_objects import CommonObjects
+from tfstyle_dist.variables.content.common_objects import CommonObjects
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import ParameterStore
 

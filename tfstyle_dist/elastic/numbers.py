@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.variables.contents import ReplicaContents
+from tfstyle_dist.variables.content.contents import ReplicaContents
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.store import ParameterStore
 

@@ -9,7 +9,7 @@ import torch
 from tfstyle_dist.elastic.packets import PREFIX, Packet, decode, encode
 from tfstyle_dist.elastic.undo import Undo
 from tfstyle_dist.elastic.whole_state import WholeState
-from tfstyle_dist.variables.contents import ReplicaContents
+from tfstyle_dist.variables.content.contents import ReplicaContents
 
 
 def rehearse(contents: ReplicaContents, whole: WholeState, undo: Undo) -> None:

@@ -18,11 +18,11 @@ from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.elastic.images import Image, marks
 from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
-from tfstyle_dist.variables.contents import ReplicaContents
-from tfstyle_dist.variables.copies import Copier, copied
+from tfstyle_dist.variables.content.contents import ReplicaContents
+from tfstyle_dist.variables.content.copies import Copier, copied
+from tfstyle_dist.variables.content.stand_ins import class_of, set_attributes
+from tfstyle_dist.variables.content.state_objects import BOXES, MOST_LOOKED_AT, parts_of, stays
 from tfstyle_dist.variables.record import Record, raw
-from tfstyle_dist.variables.stand_ins import class_of, set_attributes
-from tfstyle_dist.variables.state_objects import BOXES, MOST_LOOKED_AT, parts_of, stays
 
 _EQUAL_EVERYWHERE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 MACHINERY = frozenset(

@@ -11,11 +11,11 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.elastic.held_values import HeldValues
-from tfstyle_dist.variables.contents import ReplicaContents
-from tfstyle_dist.variables.object_content import ObjectContent
-from tfstyle_dist.variables.parameter_marks import Hooks, hooks_of
+from tfstyle_dist.variables.content.contents import ReplicaContents
+from tfstyle_dist.variables.content.object_content import ObjectContent
+from tfstyle_dist.variables.content.parameter_marks import Hooks, hooks_of
+from tfstyle_dist.variables.content.stand_ins import set_attributes
 from tfstyle_dist.variables.record import Record, raw
-from tfstyle_dist.variables.stand_ins import set_attributes
 
 
 class Undo:

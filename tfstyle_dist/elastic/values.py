@@ -19,10 +19,16 @@ from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.elastic.leaves import VALUES
 from tfstyle_dist.elastic.numbers import numbered
 from tfstyle_dist.elastic.packets import check_can_be_sent
-from tfstyle_dist.variables.contents import ReplicaContents
-from tfstyle_dist.variables.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS, base_of, has_attributes_beside
-from tfstyle_dist.variables.parameter_marks import memory_of
-from tfstyle_dist.variables.stand_ins import meant_by
+from tfstyle_dist.variables.content.contents import ReplicaContents
+from tfstyle_dist.variables.content.copies import (
+    CONTAINERS,
+    MOST_ENTRIES,
+    PLAIN_TENSORS,
+    base_of,
+    has_attributes_beside,
+)
+from tfstyle_dist.variables.content.parameter_marks import memory_of
+from tfstyle_dist.variables.content.stand_ins import meant_by
 
 _MOST_DEPTH = 20
 _KEEP: list[Any] = ["k"]

@@ -20,7 +20,7 @@ from tfstyle_dist.elastic.leaves import VALUES, Reader, describe
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.replica_state import Known, ReplicaStates, count_tensors, place_of
 from tfstyle_dist.values import PerReplica
-from tfstyle_dist.variables.contents import ReplicaContents
+from tfstyle_dist.variables.content.contents import ReplicaContents
 from tfstyle_dist.variables.replicated import Replicated
 
 Call = list[Any]

@@ -12,11 +12,11 @@ from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.elastic.numbers import TensorNumbers
 from tfstyle_dist.elastic.replica_state import has_own_value, is_content
 from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter, is_long, memories_among
-from tfstyle_dist.variables.common_objects import HeldInCommon
-from tfstyle_dist.variables.copies import MOST_ENTRIES
+from tfstyle_dist.variables.content.common_objects import HeldInCommon
+from tfstyle_dist.variables.content.copies import MOST_ENTRIES
+from tfstyle_dist.variables.content.stand_ins import class_of, set_attributes
+from tfstyle_dist.variables.content.state_objects import BOXES
 from tfstyle_dist.variables.record import Record, raw
-from tfstyle_dist.variables.stand_ins import class_of, set_attributes
-from tfstyle_dist.variables.state_objects import BOXES
 from tfstyle_dist.variables.store import ParameterStore
 
 Sent = dict[str, Any]

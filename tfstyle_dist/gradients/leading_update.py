@@ -13,9 +13,9 @@ from tfstyle_dist.gradients.optimizer_step import TOLD_BY_SCALERS, UpdateRunner,
 from tfstyle_dist.gradients.own_gradients import Own, own_gradients, say_different
 from tfstyle_dist.runtime.clocks import UPDATE, WAIT
 from tfstyle_dist.runtime.context import Frame, Replica, StrategyInForce, current_frame, pop, push
-from tfstyle_dist.variables.copies import Copier, copied
+from tfstyle_dist.variables.central.shared_writes import same_values
+from tfstyle_dist.variables.content.copies import Copier, copied
 from tfstyle_dist.variables.record import Record
-from tfstyle_dist.variables.shared_writes import same_values
 
 _Places = weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]]
 _ROUNDING = 64  # of the last bit of the largest element

@@ -16,7 +16,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.program_line import program_line
 from tfstyle_dist.runtime.context import StrategyInForce, replica_of
-from tfstyle_dist.variables.common_objects import in_elastic_job
+from tfstyle_dist.variables.content.common_objects import in_elastic_job
 from tfstyle_dist.variables.record import Record
 
 TOLD_BY_SCALERS = "grad_scale", "found_inf"

@@ -1,7 +1,7 @@
 """The state of an optimizer in memory that the workers of one host share: once, and whole for every worker.
 
 What a worker writes to it outside of an update, such as ``state["exp_avg"].zero_()``, stays its own until the next
-update, as with parameters (``variables/shared_home.py``).
+update, as with parameters (``variables/central/shared_home.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.gradients.update_shards import Part
 from tfstyle_dist.shm import pages
 from tfstyle_dist.shm.segment import Segment, Written, open_segment, written_in
-from tfstyle_dist.variables.shared_home import dense_strides, offsets_of
+from tfstyle_dist.variables.central.shared_home import dense_strides, offsets_of
 
 State = dict[str, Any]
 _TRIM_EVERY = 32  # parts

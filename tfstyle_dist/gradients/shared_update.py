@@ -31,10 +31,10 @@ from tfstyle_dist.gradients.update_shards import (
     share_out,
 )
 from tfstyle_dist.runtime.context import StrategyInForce
+from tfstyle_dist.variables.central.shared_home import SharedHome
+from tfstyle_dist.variables.content.state_objects import optimized_by
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Record
-from tfstyle_dist.variables.shared_home import SharedHome
-from tfstyle_dist.variables.state_objects import optimized_by
 
 # What a worker has to say when all meet before an update.
 _WRITTEN, _MOVED, _LOADED, _NEW_GROUPS, _UPDATED, _HOOKED = 1, 2, 4, 8, 16, 32

@@ -23,10 +23,10 @@ from tfstyle_dist.gradients.divided_losses import say_divided_twice
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import COMPUTE, UPDATE, Clock
 from tfstyle_dist.runtime.context import StrategyInForce, current_replica, replica_of
+from tfstyle_dist.variables.content.state_objects import optimized_by
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.read_without_graph import say_without_gradient
 from tfstyle_dist.variables.record import Record
-from tfstyle_dist.variables.state_objects import optimized_by
 from tfstyle_dist.variables.store import ParameterStore
 
 

@@ -11,10 +11,10 @@ import torch
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import CollectiveMismatchError
-from tfstyle_dist.variables.copies import PLAIN_TENSORS
+from tfstyle_dist.variables.content.copies import PLAIN_TENSORS
+from tfstyle_dist.variables.content.state_objects import optimized_by
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.replicated import Replicated
-from tfstyle_dist.variables.state_objects import optimized_by
 
 # Their rules treat every element of a parameter for itself; subclasses may not.
 ELEMENTWISE = (

@@ -11,10 +11,10 @@ In one process, where the first replica makes the update for all:
 
 * an optimizer that steps another one, fails without parameters, waits for the other replicas in its step, or changes
   parameters that are not in its groups: ``gradients/leading_update.py``;
-* writes of several replicas to one parameter: ``variables/shared_writes.py``; to the optimizer's groups:
-  ``variables/group_settings.py``; to its state outside of ``step()``: ``variables/state_writes.py``;
+* writes of several replicas to one parameter: ``variables/central/shared_writes.py``; to the optimizer's groups:
+  ``variables/central/group_settings.py``; to its state outside of ``step()``: ``variables/central/state_writes.py``;
 * parameters that a step makes: ``gradients/counterparts.py``;
-* gradients that are parts of one tensor, where the compute devices are others: ``variables/home_row.py``.
+* gradients that are parts of one tensor, where the compute devices are others: ``variables/central/home_row.py``.
 
 Under torchrun, where each rank updates a part:
 
@@ -46,8 +46,8 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.variables import DistributedVariable, Variable
+from tfstyle_dist.variables.central.shared_home import SharedHome
 from tfstyle_dist.variables.creation import VariableSpec, build_single, create_jointly
-from tfstyle_dist.variables.shared_home import SharedHome
 
 
 class CentralStorageStrategy(Strategy):

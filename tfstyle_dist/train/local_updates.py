@@ -15,7 +15,7 @@ from tfstyle_dist.runtime.clocks import UPDATE
 from tfstyle_dist.runtime.context import Frame, Replica, entered
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.variables import find_record
-from tfstyle_dist.variables.common_objects import in_elastic_job
+from tfstyle_dist.variables.content.common_objects import in_elastic_job
 from tfstyle_dist.variables.record import Placement, Record
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from tfstyle_dist.core.absent_name import AbsentName
 from tfstyle_dist.train.sums import value_of
 from tfstyle_dist.variables import find_record
-from tfstyle_dist.variables.common_objects import HeldInCommon
+from tfstyle_dist.variables.content.common_objects import HeldInCommon
 
 _OF_TORCH = (
     "it is no optimizer of torch.optim. Write optimizer.minimize(loss, var_list=list(model.parameters())) in the step, "

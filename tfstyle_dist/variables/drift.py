@@ -10,7 +10,7 @@ import torch
 
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.logging import get_logger, warn_once
-from tfstyle_dist.variables.contents import ReplicaContents
+from tfstyle_dist.variables.content.contents import ReplicaContents
 from tfstyle_dist.variables.known_tensors import find_record
 
 if TYPE_CHECKING:

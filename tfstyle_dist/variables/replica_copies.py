@@ -10,7 +10,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.tensor_references import refer_to
-from tfstyle_dist.variables.contents import ReplicaContents
+from tfstyle_dist.variables.content.contents import ReplicaContents
 
 
 class _ByReplica(Sequence[torch.Tensor]):

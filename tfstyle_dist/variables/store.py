@@ -13,15 +13,15 @@ from tfstyle_dist.core.devices import ReplicaDevice, is_accelerator
 from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.adopted_records import buffer_record, parameter_record, tie_buffer
-from tfstyle_dist.variables.contents import ReplicaContents
-from tfstyle_dist.variables.copies import move_in_place
+from tfstyle_dist.variables.central.shared_home import SharedHome
+from tfstyle_dist.variables.content.contents import ReplicaContents
+from tfstyle_dist.variables.content.copies import move_in_place
+from tfstyle_dist.variables.content.object_content import when_gone
+from tfstyle_dist.variables.content.state_objects import check_adoptable
 from tfstyle_dist.variables.first_values import of_the_same_structure, send_first_values
 from tfstyle_dist.variables.known_tensors import find_record, follow_buffer, remember, remember_components
-from tfstyle_dist.variables.object_content import when_gone
 from tfstyle_dist.variables.ordered import WeakOrderedSet
 from tfstyle_dist.variables.record import Living, MadeInTurns, Placement, Record
-from tfstyle_dist.variables.shared_home import SharedHome
-from tfstyle_dist.variables.state_objects import check_adoptable
 
 live_stores: weakref.WeakSet[ParameterStore] = weakref.WeakSet()
 """Those that take modules over."""

@@ -11,8 +11,8 @@ from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.runtime.context import current_frame, current_replica
 from tfstyle_dist.values import DistributedValues
 from tfstyle_dist.variables.assigning import assign, write_of_operator
-from tfstyle_dist.variables.common_objects import in_elastic_job
 from tfstyle_dist.variables.component import read_across_replicas
+from tfstyle_dist.variables.content.common_objects import in_elastic_job
 from tfstyle_dist.variables.creation import VariableSpec, copy_variable, default_creator
 from tfstyle_dist.variables.read_without_graph import note_read
 from tfstyle_dist.variables.record import Placement, Record

@@ -20,7 +20,7 @@ from tfstyle_dist.ops import aggregate
 from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT
 from tfstyle_dist.shm import pages
 from tfstyle_dist.shm.segment import open_segment
-from tfstyle_dist.variables.shared_home import offsets_of
+from tfstyle_dist.variables.central.shared_home import offsets_of
 
 CHUNK_BYTES = 4 * 1024 * 1024
 _SLICE = 16  # elements: slices of a chunk begin at whole cache lines

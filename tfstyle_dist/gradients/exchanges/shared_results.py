@@ -13,7 +13,7 @@ from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.gradients.buckets import Bucket
 from tfstyle_dist.gradients.reducer import GradientState, has_further_hooks
 from tfstyle_dist.shm.segment import Segment
-from tfstyle_dist.variables.shared_home import dense_strides
+from tfstyle_dist.variables.central.shared_home import dense_strides
 
 
 @dataclass(frozen=True)

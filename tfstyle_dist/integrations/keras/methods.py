@@ -31,7 +31,7 @@ from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.strategies.running import report_failure
 from tfstyle_dist.variables import find_record
-from tfstyle_dist.variables.copies import count_as_containers
+from tfstyle_dist.variables.content.copies import count_as_containers
 
 Method = Callable[..., Any]
 _FUNCTIONS = ("train_function", "test_function", "predict_function")

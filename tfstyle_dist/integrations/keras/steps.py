@@ -29,7 +29,7 @@ from tfstyle_dist.runtime.context import current_replica
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.values import Share, cut_evenly, note_batch, share_of_arguments
-from tfstyle_dist.variables.copies import move_in_place
+from tfstyle_dist.variables.content.copies import move_in_place
 from tfstyle_dist.variables.first_values import in_messages
 
 Pairs = list[tuple[Any, torch.Tensor]]

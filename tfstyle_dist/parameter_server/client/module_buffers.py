@@ -14,7 +14,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.protocol.operations import Op
-from tfstyle_dist.variables.discovery import Discovery
+from tfstyle_dist.variables.content.discovery import Discovery
 from tfstyle_dist.variables.known_tensors import find_record
 
 Place = tuple[torch.nn.Module, str, RemoteRecord, torch.Tensor]

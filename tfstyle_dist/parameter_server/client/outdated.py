@@ -11,7 +11,7 @@ import torch
 from tfstyle_dist.core import nest, torch_internals
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
-from tfstyle_dist.variables.parameter_marks import address_of
+from tfstyle_dist.variables.content.parameter_marks import address_of
 from tfstyle_dist.variables.record import raw
 from tfstyle_dist.variables.torch_functions import WITHOUT_VALUE
 

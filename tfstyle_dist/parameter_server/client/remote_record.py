@@ -11,8 +11,8 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number
+from tfstyle_dist.variables.content.parameter_marks import address_of
 from tfstyle_dist.variables.function_calls import give_values_to_functions
-from tfstyle_dist.variables.parameter_marks import address_of
 from tfstyle_dist.variables.record import Record, raw
 
 

@@ -26,10 +26,10 @@ from tfstyle_dist.parameter_server.client.replaced_tensors import watch
 from tfstyle_dist.runtime.context import StrategyInForce
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.component import VariableComponent
+from tfstyle_dist.variables.content.parameter_marks import overlap
 from tfstyle_dist.variables.creation import VariableSpec
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.known_tensors import find_record
-from tfstyle_dist.variables.parameter_marks import overlap
 from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.store import ParameterStore
 

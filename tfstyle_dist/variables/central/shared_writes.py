@@ -17,7 +17,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.variables.parameter_marks import address_of, memory_of, overlap
+from tfstyle_dist.variables.content.parameter_marks import address_of, memory_of, overlap
 
 _MOST_KEPT = 1 << 30
 """Bytes of all parameters, whose values are kept until it is known what steps write to; more are not."""

@@ -16,10 +16,10 @@ import torch
 import torch.utils.data
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.common_objects import HeldInCommon
-from tfstyle_dist.variables.copies import ATOMS, NAMING, is_container
-from tfstyle_dist.variables.inner_states import is_common
-from tfstyle_dist.variables.stand_ins import Slots, StandIn, WeakEntries, meant_by, slots_of
+from tfstyle_dist.variables.content.common_objects import HeldInCommon
+from tfstyle_dist.variables.content.copies import ATOMS, NAMING, is_container
+from tfstyle_dist.variables.content.inner_states import is_common
+from tfstyle_dist.variables.content.stand_ins import Slots, StandIn, WeakEntries, meant_by, slots_of
 
 # Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
 _SKIPPED = (

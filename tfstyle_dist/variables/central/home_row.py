@@ -13,9 +13,9 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.tensor_references import refer_to
-from tfstyle_dist.variables import parameter_attributes
-from tfstyle_dist.variables.copies import copied
-from tfstyle_dist.variables.parameter_marks import are_alike, attributes_of, hooks_of, memory_of, put_hooks
+from tfstyle_dist.variables.content import parameter_attributes
+from tfstyle_dist.variables.content.copies import copied
+from tfstyle_dist.variables.content.parameter_marks import are_alike, attributes_of, hooks_of, memory_of, put_hooks
 
 
 class HomeRow:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.copies import PLAIN_TENSORS, copied, move_in_place
-from tfstyle_dist.variables.marks import SILENT_STATISTICS, tensor_state
-from tfstyle_dist.variables.object_content import ObjectContent
-from tfstyle_dist.variables.parameter_marks import are_alike
+from tfstyle_dist.variables.content.copies import PLAIN_TENSORS, copied, move_in_place
+from tfstyle_dist.variables.content.marks import SILENT_STATISTICS, tensor_state
+from tfstyle_dist.variables.content.object_content import ObjectContent
+from tfstyle_dist.variables.content.parameter_marks import are_alike
 
 
 @dataclass(frozen=True)

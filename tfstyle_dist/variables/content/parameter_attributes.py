@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.variables.copies import PLAIN_TENSORS, Copier, copied
-from tfstyle_dist.variables.marks import unchanged
-from tfstyle_dist.variables.parameter_marks import Attributes, are_alike
+from tfstyle_dist.variables.content.copies import PLAIN_TENSORS, Copier, copied
+from tfstyle_dist.variables.content.marks import unchanged
+from tfstyle_dist.variables.content.parameter_marks import Attributes, are_alike
 
 
 def send(parameter: torch.Tensor, before: Attributes, to: torch.Tensor) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from tfstyle_dist.runtime.random_streams import is_of_the_streams
-from tfstyle_dist.variables.copies import ATOMS, DICTS, is_container
-from tfstyle_dist.variables.inner_states import InnerStates, has_inner_state, is_common
-from tfstyle_dist.variables.stand_ins import Entries, SlotsBeside, StandIn, entries_of, slots_beside
-from tfstyle_dist.variables.state_objects import (
+from tfstyle_dist.variables.content.copies import ATOMS, DICTS, is_container
+from tfstyle_dist.variables.content.inner_states import InnerStates, has_inner_state, is_common
+from tfstyle_dist.variables.content.stand_ins import Entries, SlotsBeside, StandIn, entries_of, slots_beside
+from tfstyle_dist.variables.content.state_objects import (
     FEW,
     HOLDERS,
     MOST_LOOKED_AT,

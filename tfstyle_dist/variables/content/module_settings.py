@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.variables.copies import is_container
-from tfstyle_dist.variables.discovery import is_of_library
-from tfstyle_dist.variables.inner_states import KINDS
-from tfstyle_dist.variables.iterators import Position, is_iterator
+from tfstyle_dist.variables.content.copies import is_container
+from tfstyle_dist.variables.content.discovery import is_of_library
+from tfstyle_dist.variables.content.inner_states import KINDS
+from tfstyle_dist.variables.content.iterators import Position, is_iterator
 
 _MOST = 1000
 """Of entries, which are data if they are more, and of numbers that are compared."""

@@ -11,15 +11,15 @@ import torch
 
 from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.devices import is_accelerator
-from tfstyle_dist.variables.copies import MOST_ENTRIES, NAMING, PLAIN_TENSORS, Copier
-from tfstyle_dist.variables.counterparts import Counterparts
-from tfstyle_dist.variables.discovery import Discovery
-from tfstyle_dist.variables.marks import Mark
-from tfstyle_dist.variables.object_content import ObjectContent
-from tfstyle_dist.variables.parameter_marks import are_alike, has_memory_at
-from tfstyle_dist.variables.parameter_rows import ParameterRows
-from tfstyle_dist.variables.stand_ins import class_of
-from tfstyle_dist.variables.state_objects import Belongs, belongings, parts_of_optimizer
+from tfstyle_dist.variables.content.copies import MOST_ENTRIES, NAMING, PLAIN_TENSORS, Copier
+from tfstyle_dist.variables.content.counterparts import Counterparts
+from tfstyle_dist.variables.content.discovery import Discovery
+from tfstyle_dist.variables.content.marks import Mark
+from tfstyle_dist.variables.content.object_content import ObjectContent
+from tfstyle_dist.variables.content.parameter_marks import are_alike, has_memory_at
+from tfstyle_dist.variables.content.parameter_rows import ParameterRows
+from tfstyle_dist.variables.content.stand_ins import class_of
+from tfstyle_dist.variables.content.state_objects import Belongs, belongings, parts_of_optimizer
 
 Things = Sequence[tuple[Any, ObjectContent]]
 

@@ -18,7 +18,7 @@ import torch
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.shm.segment import Segment, Written, open_segment, written_in
-from tfstyle_dist.variables.parameter_marks import extent_of
+from tfstyle_dist.variables.content.parameter_marks import extent_of
 from tfstyle_dist.variables.record import Record, raw
 
 _ALIGNMENT = 64

@@ -19,10 +19,10 @@ import torch
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.runtime.context import current_replica
-from tfstyle_dist.variables.object_content import ObjectContent
+from tfstyle_dist.variables.content.object_content import ObjectContent
 
 if TYPE_CHECKING:
-    from tfstyle_dist.variables.contents import ReplicaContents
+    from tfstyle_dist.variables.content.contents import ReplicaContents
 
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)

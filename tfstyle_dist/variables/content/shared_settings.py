@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.variables.group_settings import GroupSettings
-from tfstyle_dist.variables.iterators import Position
-from tfstyle_dist.variables.module_settings import Elements, ModuleSettings, Place
+from tfstyle_dist.variables.central.group_settings import GroupSettings
+from tfstyle_dist.variables.content.iterators import Position
+from tfstyle_dist.variables.content.module_settings import Elements, ModuleSettings, Place
 
 
 class SharedSettings:

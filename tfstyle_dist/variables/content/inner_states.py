@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tfstyle_dist.variables.copies import OWN_GENERATORS
+from tfstyle_dist.variables.content.copies import OWN_GENERATORS
 
 MOST_NUMBERS = 1000
 """Of an array that is copied whenever the turn passes."""

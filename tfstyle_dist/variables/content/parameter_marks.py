@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.marks import marked
-from tfstyle_dist.variables.state_objects import Belongs
+from tfstyle_dist.variables.content.marks import marked
+from tfstyle_dist.variables.content.state_objects import Belongs
 
 Hooks = tuple[Any, ...]
 Attributes = dict[str, Any] | None

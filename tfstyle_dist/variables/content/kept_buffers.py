@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.object_content import ObjectContent
+from tfstyle_dist.variables.content.object_content import ObjectContent
 
 
 class _BuffersOf:

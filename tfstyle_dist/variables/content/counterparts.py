@@ -16,12 +16,12 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.tensor_references import refer_to
-from tfstyle_dist.variables.copies import ATOMS, PLAIN_TENSORS, is_container
+from tfstyle_dist.variables.content.copies import ATOMS, PLAIN_TENSORS, is_container
+from tfstyle_dist.variables.content.object_content import ObjectContent
+from tfstyle_dist.variables.content.parameter_marks import are_alike
+from tfstyle_dist.variables.content.state_objects import MOST_LOOKED_AT, Belongs, belongings, is_trained, stays
 from tfstyle_dist.variables.first_values import is_own_statistic
 from tfstyle_dist.variables.known_tensors import find_record
-from tfstyle_dist.variables.object_content import ObjectContent
-from tfstyle_dist.variables.parameter_marks import are_alike
-from tfstyle_dist.variables.state_objects import MOST_LOOKED_AT, Belongs, belongings, is_trained, stays
 
 _NOTHING = ATOMS | PLAIN_TENSORS
 _Pair = tuple[Any, Any]

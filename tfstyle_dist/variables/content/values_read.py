@@ -8,7 +8,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.tensor_references import refer_to
-from tfstyle_dist.variables.parameter_marks import are_alike
+from tfstyle_dist.variables.content.parameter_marks import are_alike
 
 MOST_ELEMENTS = 1 << 20
 """Of a frozen parameter whose values are kept for comparison: larger ones are weights, which are the same on all."""

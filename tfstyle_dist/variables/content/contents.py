@@ -17,18 +17,18 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.runtime.random_streams import RandomStreams
 from tfstyle_dist.runtime.replica_run import Content
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.variables import kept_buffers, metrics, state_objects
-from tfstyle_dist.variables.common_objects import CommonObjects
-from tfstyle_dist.variables.counterparts import Counterparts
-from tfstyle_dist.variables.data_writes import DataReads, DataWrites
-from tfstyle_dist.variables.held_inside import HeldInside
-from tfstyle_dist.variables.home_buffers import HomeBuffers
-from tfstyle_dist.variables.object_content import ObjectContent, ObjectMarks, when_gone
-from tfstyle_dist.variables.parameter_rows import ParameterRows
+from tfstyle_dist.variables.central.home_buffers import HomeBuffers
+from tfstyle_dist.variables.content import kept_buffers, metrics, state_objects
+from tfstyle_dist.variables.content.common_objects import CommonObjects
+from tfstyle_dist.variables.content.counterparts import Counterparts
+from tfstyle_dist.variables.content.data_writes import DataReads, DataWrites
+from tfstyle_dist.variables.content.held_inside import HeldInside
+from tfstyle_dist.variables.content.object_content import ObjectContent, ObjectMarks, when_gone
+from tfstyle_dist.variables.content.parameter_rows import ParameterRows
+from tfstyle_dist.variables.content.shared_settings import SharedSettings
+from tfstyle_dist.variables.content.shared_tensors import SharedTensors
+from tfstyle_dist.variables.content.spreading import Spreader
 from tfstyle_dist.variables.replicated import Replicated
-from tfstyle_dist.variables.shared_settings import SharedSettings
-from tfstyle_dist.variables.shared_tensors import SharedTensors
-from tfstyle_dist.variables.spreading import Spreader
 
 
 class ReplicaContents(Content):

@@ -8,7 +8,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.variables.carried_names import CarriedNames, Carrying
+from tfstyle_dist.variables.content.carried_names import CarriedNames, Carrying
 
 _MOST = 8  # a statement may ask several times before it writes: ``x.data.copy_(x.data * 0.9 + y.data * 0.1)``
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tfstyle_dist.variables.copies import copied, made_like
-from tfstyle_dist.variables.parameter_marks import memory_of
+from tfstyle_dist.variables.content.copies import copied, made_like
+from tfstyle_dist.variables.content.parameter_marks import memory_of
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # the first keeps its memory, so that no other tensor gets the address
 Pairs = Callable[[int], Iterable[tuple[torch.Tensor, torch.Tensor | None]]]

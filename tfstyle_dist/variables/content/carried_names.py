@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.variables.copies import DICTS
+from tfstyle_dist.variables.content.copies import DICTS
 
 
 class Inside(NamedTuple):

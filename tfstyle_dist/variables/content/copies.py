@@ -17,8 +17,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.variables.content.stand_ins import is_record
 from tfstyle_dist.variables.replicated import Replicated
-from tfstyle_dist.variables.stand_ins import is_record
 
 MOST_ENTRIES = 20_000
 """Longer containers are data, not state: all replicas share them."""

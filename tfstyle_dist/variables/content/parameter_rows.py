@@ -15,10 +15,11 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.tensor_references import refer_to
-from tfstyle_dist.variables import known_tensors, parameter_attributes
-from tfstyle_dist.variables.copies import copied
-from tfstyle_dist.variables.home_row import HomeRow
-from tfstyle_dist.variables.parameter_marks import (
+from tfstyle_dist.variables.central.home_row import HomeRow
+from tfstyle_dist.variables.central.shared_writes import SharedWrites
+from tfstyle_dist.variables.content import parameter_attributes
+from tfstyle_dist.variables.content.copies import copied
+from tfstyle_dist.variables.content.parameter_marks import (
     address_of,
     are_alike,
     hooks_of,
@@ -29,9 +30,9 @@ from tfstyle_dist.variables.parameter_marks import (
     swap_attributes,
     was_written,
 )
-from tfstyle_dist.variables.shared_writes import SharedWrites
-from tfstyle_dist.variables.twins import Twins
-from tfstyle_dist.variables.values_read import ValuesRead
+from tfstyle_dist.variables.content.twins import Twins
+from tfstyle_dist.variables.content.values_read import ValuesRead
+from tfstyle_dist.variables.known_tensors import made_in_turns
 
 _ATTRIBUTES = attrgetter(*torch_internals.HOOKS, "__dict__")
 _PLAIN: tuple[Any, ...] = (None, None, {})  # mostly there are no hooks and no attributes
@@ -47,8 +48,7 @@ class ParameterRows:
             of its own, after those of the replicas.
 
     Attributes:
-        row: which row the parameters hold.
-        base: the row of cross-replica context.
+        row, base: which row the parameters hold, and which one cross-replica context sees.
         inside: the parameters, during a run.
         twins: which memory of a row stands for which memory of the present one.
         references, writes: all parameters; what replicas write to the one copy.
@@ -133,7 +133,7 @@ class ParameterRows:
         place, its = self._place(parameter), self._place(own)
         self._followers[place].append((row, refer_to(own)))
         if row != self.row and not self._shares and are_alike(parameter, own):  # so nobody needs memory twice
-            if known_tensors.made_in_turns(parameter, own):
+            if made_in_turns(parameter, own):
                 self._vessels[row][its].detach().copy_(parameter.detach())  # as workers begin with the first one's
             self._vessels[row][place].data = self._vessels[row][its].detach()
             own.data = parameter.detach()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.shared_writes import same_values
+from tfstyle_dist.variables.central.shared_writes import same_values
 
 _Place = tuple[int, int, Any]
 """An optimizer and a parameter by their ``id``, and the name of an entry."""

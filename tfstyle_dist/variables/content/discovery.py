@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from tfstyle_dist.values import PerReplica
-from tfstyle_dist.variables.carried_names import Carrying, Place, carried_in, with_inner
-from tfstyle_dist.variables.copies import ATOMS, DICTS, WEAK, referred_to
-from tfstyle_dist.variables.iterators import is_iterator
-from tfstyle_dist.variables.stand_ins import is_record
-from tfstyle_dist.variables.state_objects import BOXES, FEW, Belongs, parts_of
+from tfstyle_dist.variables.content.carried_names import Carrying, Place, carried_in, with_inner
+from tfstyle_dist.variables.content.copies import ATOMS, DICTS, WEAK, referred_to
+from tfstyle_dist.variables.content.iterators import is_iterator
+from tfstyle_dist.variables.content.stand_ins import is_record
+from tfstyle_dist.variables.content.state_objects import BOXES, FEW, Belongs, parts_of
 
 _LIBRARIES = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},

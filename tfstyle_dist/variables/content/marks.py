@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, has_attributes_beside, is_container
+from tfstyle_dist.variables.content.copies import MOST_ENTRIES, PLAIN_TENSORS, has_attributes_beside, is_container
 
 SILENT_STATISTICS = ("running_mean", "running_var", "min_val", "max_val", "scale", "zero_point")
 """Buffers that kernels write to without counting it: those of batch norm, and of fused fake quantization."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.variables.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS, is_container
-from tfstyle_dist.variables.marks import Mark, TensorMarks
+from tfstyle_dist.variables.content.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS, is_container
+from tfstyle_dist.variables.content.marks import Mark, TensorMarks
 
 
 class ObjectContent:
