@@ -72,7 +72,7 @@ def test_gradients_left_for_the_next_run_are_refused(strategy: Any) -> None:
 
 
 def test_modules_and_variables_made_in_a_step_are_refused(strategy: Any) -> None:
-    with pytest.raises(NotImplementedError, match=r"create variables in strategy\.scope"):
+    with pytest.raises(NotImplementedError, match=r"Create variables in strategy\.scope"):
         strategy.run(lambda: tfd.Variable(1.0))
 
 

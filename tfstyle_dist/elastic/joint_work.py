@@ -58,8 +58,8 @@ class JointWork:
             return self._exchange_gradients(own)
         if not (kind in _EXCHANGED or " of variable " in kind or kind.endswith(_APPLIES)):
             raise NotImplementedError(
-                f"{kind} is not supported in an elastic job yet. Use an optimizer of torch.optim or of the train "
-                "module instead of one of Keras, and create variables in strategy.scope() before strategy.run."
+                f"{kind} is not supported in an elastic job yet. Create variables in strategy.scope() before "
+                "strategy.run; optimizers of torch.optim and of the train module work, those of Keras do not."
             )
         numbers = TensorNumbers(self._store)
         first, spec = nest.flatten(next(iter(own.values())))

@@ -50,7 +50,6 @@ class WholeState:
                 [writer.put(p.detach()), p.requires_grad, None if p.grad is None else writer.value(p.grad.detach())]
                 for p in self._contents.parameters()
             ]
-            equal = len(tensors)
             optimizers = [e for e in self._contents.objects() if isinstance(e[0], torch.optim.Optimizer)]
             others = [e for e in self._contents.objects() if not isinstance(e[0], torch.optim.Optimizer)]
             objects = [_object(writer, thing, content.number) for thing, content in optimizers]

@@ -127,7 +127,8 @@ def came_late(
             f"Replica(s) [{holder}] did not finish within the limit of {limit} after replica 0 did. Set "
             "TFSTYLE_TIMEOUT_SECONDS (0: no limit) if the work is just long."
         )
-    return DeadlineExceededError(f"{said}\n{stacks}")
+    lock = "If it waits for a lock that another replica holds over such a call, release the lock before the call."
+    return DeadlineExceededError(f"{said} {lock}\n{stacks}")
 
 
 def first_is_late(call: Call | None, deadline: Deadline, stacks: str) -> str:

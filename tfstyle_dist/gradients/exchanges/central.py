@@ -14,7 +14,7 @@ from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.backward_pass import PassReducer
-from tfstyle_dist.gradients.exchanges.shared_results import FillingBucket, Span
+from tfstyle_dist.gradients.exchanges.shared_results import SharedBucket, Span
 from tfstyle_dist.gradients.reducer import GradientState
 from tfstyle_dist.ops import aggregate
 from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT
@@ -81,7 +81,7 @@ class SharedReducer(PassReducer):
         group.numbers(0, f"gradients in shared memory: {total} bytes, {most} parameters in a bucket")
         results = open_segment(group, total, "gradients")
         self._filling_buckets = [
-            FillingBucket(b, [self.state(r, 0) for r in b.records], results, o)
+            SharedBucket(b, [self.state(r, 0) for r in b.records], results, o)
             for b, o in zip(plan.buckets, offsets, strict=True)
         ]
         self._positions = {id(s): filling for filling in self._filling_buckets for s in filling.states}
@@ -96,11 +96,11 @@ class SharedReducer(PassReducer):
             self._send(self._filling_buckets[self._next])
             self._next += 1
 
-    def _send(self, filling: FillingBucket, aborted: bool = False) -> None:
+    def _send(self, filling: SharedBucket, aborted: bool = False) -> None:
         with self.worker.clocks[0].counting(COMMUNICATION):
             self._send_whole(filling, aborted)
 
-    def _send_whole(self, filling: FillingBucket, aborted: bool) -> None:
+    def _send_whole(self, filling: SharedBucket, aborted: bool) -> None:
         filling.keep_views()
         ready = [(s.ready or s.dirty) and s.record.tensor is not None and not aborted for s in filling.states]
         try:
@@ -125,7 +125,7 @@ class SharedReducer(PassReducer):
             else:
                 filling.keep_unused(position)
 
-    def _flat(self, filling: FillingBucket, position: int) -> torch.Tensor | None:
+    def _flat(self, filling: SharedBucket, position: int) -> torch.Tensor | None:
         """What one parameter adds, all elements in the order in which the parameter lies in memory."""
         part = self.contribution(filling.states[position])
         if part is None:
@@ -145,7 +145,7 @@ class SharedReducer(PassReducer):
         return part.as_strided((part.numel(),), (1,))
 
     def _send_chunk(
-        self, filling: FillingBucket, flats: list[torch.Tensor | None], ready: list[bool], start: int, stop: int
+        self, filling: SharedBucket, flats: list[torch.Tensor | None], ready: list[bool], start: int, stop: int
     ) -> None:
         group, bucket = self.worker.group, filling.bucket
         self._turn = 1 - self._turn
@@ -172,7 +172,7 @@ class SharedReducer(PassReducer):
             parts = [states[r, span.start - start : span.stop - start] for r in range(group.size)]
             aggregate(parts, self.method, out=filling.result[span.start : span.stop], divisor=divisor)
 
-    def _sums(self, filling: FillingBucket, start: int, stop: int) -> list[tuple[Span, int | None]]:
+    def _sums(self, filling: SharedBucket, start: int, stop: int) -> list[tuple[Span, int | None]]:
         """The sums to take in a range: one, unless its parameters differ in their divisor or in being used."""
         if stop <= start:
             return []

@@ -31,7 +31,7 @@ class Span:
     stop: int
 
 
-class FillingBucket:
+class SharedBucket:
     """A bucket, its result, and what has happened to it in this pass.
 
     Attributes:

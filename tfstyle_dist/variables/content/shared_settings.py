@@ -103,25 +103,33 @@ class SharedSettings:
 
 
 def _say_counted(settings: int | str, name: str, first: int, then: int, now: Any) -> None:
+    of = f"attribute {name!r} of {settings}" if name else f"({settings}) that the step names"
+    common = (
+        "what a step makes of the value that it finds, as in *= 0.99 or += 1, is done once for each replica, and of "
+        "values of their own the last one stays."
+    )
     if isinstance(now, Elements):
-        what, of = "numpy array", f"attribute {name!r} of {settings}"
-        instead = (
-            "That does no harm where each step writes the elements before it reads them. Else keep them in a tensor "
-            f"(register_buffer), set a new array, as in self.{name} = self.{name} + 1"
+        what = f"The numpy array {of}"
+        why = (
+            f"The replicas of one process share it: {common} That does no harm where each step writes the elements "
+            "before it reads them. Else keep them in a tensor (register_buffer), set a new array, as in "
+            f"self.{name} = self.{name} + 1"
         )
     elif isinstance(now, Position):
-        what, of = "iterator", f"attribute {name!r} of {settings}" if name else f"({settings}) that the step names"
-        instead = (
-            "That is right where the replicas divide what comes from it. Else take the values outside of the step and "
-            "give them to it as arguments, or count in a number, as self.calls += 1, and derive the value from it"
+        what = f"The iterator {of}"
+        why = (
+            "The replicas of one process share it: what one takes the next one does not find. That is right where the "
+            "replicas divide what comes from it. Else take the values outside of the step and give them to it as "
+            "arguments, or count in a number, as self.calls += 1, and derive the value from it"
         )
     else:
-        what, of = "setting", f"{name!r} in {settings}"
-        instead = "Keep such a number in an attribute of the module itself, of which each replica has its own"
+        what = f"The setting {name!r} in {settings}"
+        why = (
+            f"The replicas of one process share the settings of a program: {common} Keep such a number in an attribute "
+            "of the module itself, of which each replica has its own"
+        )
     warn_once(
         f"setting {settings} {name}",
-        f"The {what} {of} was changed by replica {first} and then by replica {then} in one call of strategy.run. The "
-        "replicas of one process share the settings, arrays and iterators of a program: what a step makes of the value "
-        "that it finds, as in *= 0.99 or += 1, is done once for each replica, and of values of their own the last one "
-        f"stays. {instead}, or change it after strategy.run(...). See docs/replicas.md.",
+        f"{what} was changed by replica {first} and then by replica {then} in one call of strategy.run. {why}, or "
+        "change it after strategy.run(...). See docs/replicas.md.",
     )
