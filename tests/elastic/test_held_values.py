@@ -32,7 +32,11 @@ class Losses(list[float]):
 
 
 class Settings(dict[str, Any]):
-    """A dict of a class of its own, which the replicas of a worker share."""
+    """A dict of a class of its own, with attributes, which the replicas of a worker share."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(**entries)
+        self.seen = [1]
 
 
 def attributes() -> dict[str, Any]:
@@ -71,6 +75,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a longer list of its own class": lambda a: a["losses"].append(2.0),
     "an attribute of a list": lambda a: setattr(a["losses"], "best", 2.0),
     "an entry of a dict of its own class": lambda a: a["settings"].update(rate=0.2),
+    "an attribute of a dict of its own class": lambda a: a["settings"].seen.append(2),
     "what was empty": lambda a: a["empty"].update(z=1),
     "another buffer": lambda a: a["buffers"].__setitem__("running_mean", torch.ones(3)),
     "an entry moved to another dict": lambda a: a["empty"].update(number=a.pop("number")),
@@ -99,6 +104,7 @@ def test_a_change_is_seen_and_put_back(change: str) -> None:
     assert all(now["buffers"][name] is value for name, value in inner[2].items())
     assert not now["empty"]
     assert (now["counts"], now["losses"], vars(now["losses"]), now["settings"]) == ({"a": 1}, [1.0], {}, {"rate": 0.1})
+    assert now["settings"].seen == [1]
     assert now["queue"].maxlen == 3
 
 

@@ -112,14 +112,18 @@ class Recent(deque[Any]):
         (Recent([1, 2], 3), Recent((), 3)),
     ],
 )
-def test_lists_of_own_classes_that_are_there_are_filled(contents: ReplicaContents, value: Any, own: Any) -> None:
+def test_lists_of_own_classes_that_are_there_are_filled(
+    contents: ReplicaContents, value: Any, own: Any, caplog: pytest.LogCaptureFixture, nothing_said_yet: None
+) -> None:
     value.best, own.best, own.gone = torch.ones(1), (kept := torch.zeros(1)), 1
     found = arrived(contents, value, own)
     assert found is own
     assert repr(found) == repr(value) or set(found) == set(value)
     assert found.best is kept
     assert vars(found) == {"best": torch.ones(1)}
+    assert "Make it before the first step" not in caplog.text
     assert arrived(contents, value, "something else") == "something else"
+    assert "Make it before the first step" in caplog.text
 
 
 def test_generators_of_python_go_on(contents: ReplicaContents) -> None:

@@ -55,18 +55,6 @@ def test_what_one_writes_another_of_the_same_replica_reads(strategy: Any, kind: 
     assert one.__dict__ is other.__dict__ is kind.state
 
 
-def test_attributes_that_the_program_has_as_a_dict(strategy: Any) -> None:
-    options = Namespace(calls=0)
-    as_dict = vars(options)
-
-    def step() -> int:
-        options.calls += 1 + replica()
-        return as_dict["calls"]
-
-    assert results(strategy, step) == [(1, 2), (2, 4), (3, 6)]
-    assert as_dict is vars(options)
-
-
 def test_what_their_class_has_is_each_replicas_own_as_well(strategy: Any, kind: type[Shared]) -> None:
     class Trainer(kind):  # type: ignore[misc, valid-type]
         calls = Namespace(count=0)
@@ -109,13 +97,29 @@ def test_they_go_when_the_program_has_dropped_them(strategy: Any, kind: type[Sha
     wait_until_gone(gone)
 
 
-def test_two_strategies_one_after_the_other_have_the_same_object() -> None:
-    options = Namespace(calls=0)
+def test_two_strategies_one_after_the_other_have_the_same_objects(kind: type[Shared]) -> None:
+    one, other = kind(), kind()
+    one.mean = 0.0
+
+    def step() -> float:
+        one.mean += 1.0 + replica()
+        return other.mean
+
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        assert results(strategy, step) == [(1.0, 2.0), (2.0, 4.0), (3.0, 6.0)]
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        assert results(strategy, step) == [(4.0, 5.0), (5.0, 7.0), (6.0, 9.0)]
+
+
+def test_a_dict_of_the_programs_of_them_does_not_change_what_they_are(strategy: Any) -> None:
+    trainer: Any = Namespace(calls=0)
+    with strategy.scope():
+        trainer.model = nn.Linear(1, 1)
+    kept = vars(trainer)
 
     def step() -> int:
-        options.calls += 1 + replica()
-        return options.calls
+        trainer.__dict__ = {**vars(trainer), "calls": trainer.calls + 1 + replica()}
+        return trainer.calls
 
-    for strategy in (td.MirroredStrategy(["cpu:0", "cpu:1"]), td.MirroredStrategy(["cpu:0", "cpu:1"])):
-        assert results(strategy, step)[0] == (1, 2)
-        options.calls = 0
+    assert results(strategy, step) == [(1, 2), (2, 4), (3, 6)]
+    assert kept["calls"] == 0

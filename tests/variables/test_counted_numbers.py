@@ -119,9 +119,9 @@ def test_entries_of_dicts_and_attributes_of_functions(strategy: td.Strategy, cap
     for _ in range(3):
         strategy.run(step)
     assert (settings, activation.calls) == ({3: 6}, 6)  # type: ignore[attr-defined]
-    counted = ["_settings['calls']", "_settings['rate']", "settings[3]", "activation.calls", "activation.mean"]
-    assert [said(caplog, name) for name in counted] == [1] * 5
-    assert caplog.text.count("another number") == 5
+    counted = ["_settings['calls']", "settings[3]", "activation.calls"]  # once for each dict and each function
+    assert [said(caplog, name) for name in counted] == [1] * 3
+    assert caplog.text.count("another number") == 3
     assert caplog.text.count("another tensor") == 1
     assert """reads the variable "hidden['state']" and then gives it another tensor""" in caplog.text
 

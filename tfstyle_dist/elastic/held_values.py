@@ -77,12 +77,19 @@ class HeldValues:
         elif isinstance(value, random.Random):
             self._seen.add(id(value))
             self.randoms.append(value)
-        elif isinstance(value, dict) and len(value) <= MOST_ENTRIES:  # of a class of its own: replicas share it
-            self._keep(value, Entries(value))
+        elif isinstance(value, dict):  # of a class of its own: replicas share it
+            self._look_into_shared(value)
         elif (stand_in := stand_in_for(value, Belongs.BESIDE)) is not None:  # such as a step has made
             self._keep(value, stand_in)
         elif is_state(value, Belongs.BESIDE):
             self._look_at(value.__dict__)
+
+    def _look_into_shared(self, box: dict[Any, Any]) -> None:
+        if len(box) > MOST_ENTRIES:
+            self._long.append((box, len(box)))
+            return
+        self._keep(box, Entries(box))
+        self._look_at(getattr(box, "__dict__", None))
 
     def _keep(self, value: Any, stand_in: StandIn) -> None:
         self._seen.add(id(value))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tfstyle_dist.core import sparse_parts
+from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.elastic.leaves import VALUES
 from tfstyle_dist.elastic.numbers import numbered
 from tfstyle_dist.elastic.packets import check_can_be_sent
@@ -227,6 +228,12 @@ class ValueReader:
             made = {self.value(part, None) for part in parts}
             return own if own == made else made
         if kind == "b" and not has_attributes_beside(own):
+            warn_once(
+                "elastic list of a class of its own",
+                "A replica came to this worker with a list, a set or a deque of a class of the program's own, and this "
+                "worker has none in its place: its entries are lost here. Make it before the first step, or use a list "
+                "of Python's (docs/elastic.md).",
+            )
             return own
         before = list(own) if isinstance(own, list | tuple | deque) else []
         before += [MISSING] * (len(parts) - len(before))

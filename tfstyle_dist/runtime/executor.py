@@ -51,6 +51,7 @@ class ReplicaExecutor:
         self._teams: list[Team] = []
         self._run_lock = threading.RLock()
         self._current: TurnRun | None = None
+        self._thread = 0  # which made the current run
         self._pid = os.getpid()
         self._closed, self._under_way = False, 0
 
@@ -65,19 +66,18 @@ class ReplicaExecutor:
         """
         if self._pid != os.getpid():  # threads and their locks do not survive a fork
             self._teams, self._pid, self._run_lock, self._current = [], os.getpid(), threading.RLock(), None
-        self._wait_for_other_threads()
+        if self._current is not None and self._thread != threading.get_ident():
+            self._wait_for_other_thread()
         return self._run_lock
 
-    def _wait_for_other_threads(self) -> None:
-        seen, deadline = -1, Deadline(self._timeout)
-        pause: float | None = 0.0
-        while not self._run_lock.acquire(timeout=-1 if pause is None else pause):
+    def _wait_for_other_thread(self) -> None:
+        seen, deadline = (self._current, -1), Deadline(self._timeout)
+        while not self._run_lock.acquire(timeout=-1 if (pause := deadline.pause()) is None else pause):
             run = self._current
-            if run is not None and run.turn.passes != seen:
-                seen, deadline = run.turn.passes, run.turn.deadline(self._timeout, interrupted=False)
+            if run is not None and (run, run.turn.passes) != seen:
+                seen, deadline = (run, run.turn.passes), run.turn.deadline(self._timeout, interrupted=False)
             elif deadline.passed():
                 raise turn_reports.other_thread_runs(deadline, () if run is None else run.threads)
-            pause = deadline.pause()
         self._run_lock.release()
 
     def run(self, functions: Sequence[Callable[[TurnRun], Any]]) -> list[Any]:
@@ -123,7 +123,7 @@ class ReplicaExecutor:
 
         run = TurnRun(len(functions), self._timeout, start, self.content, self._clocks, signals)
         under_way.append(run)
-        outer, self._current = self._current, run
+        outer, self._current, self._thread = self._current, run, threading.get_ident()
         team.cores[0] = Core()
         run.cores, run.turn.ends_pools = team.cores, self._pools.begin()
         try:

@@ -60,6 +60,7 @@ class GroupSettings:
         self._inside: dict[Place, torch.Tensor] = {}  # of tensors: their values
         self._changes: dict[tuple[Place, int], _Change] = {}  # between which calls
         self._lent: dict[Place, _Change] = {}  # those that have their old values again for a replica
+        self._begun: set[int] = set()  # those optimizers that there were when the run began
         self._state = StateWrites()
 
     def __bool__(self) -> bool:
@@ -75,6 +76,7 @@ class GroupSettings:
     def begin(self, looks: bool) -> None:
         """A run begins: nobody has changed anything in it; ``looks``: it is one in which the state is looked at."""
         self._changes.clear()
+        self._begun = set(self._optimizers)
         self._state.begin(looks)
 
     def note(self, replica: int | None, call: int) -> None:
@@ -122,7 +124,8 @@ class GroupSettings:
         self._state.compare(replica, call, self._all())
         if last:
             for (place, number), change in self._changes.items():
-                if number == call and len(change.replicas) < self._count:
+                known = place[0] in self._begun and change.lendable  # else the others found what was made
+                if known and number == call and len(change.replicas) < self._count:
                     self._say_alone(place, change)
 
     def fail(self, last: int) -> None:
@@ -208,11 +211,10 @@ class GroupSettings:
     def _say_alone(self, place: Place, change: _Change) -> None:
         number, group, name = place
         kind = type(self._optimizer(number)).__name__
-        what = "The number of groups" if place[1:] == _ALL_GROUPS else f"{name!r} of group {group}"
         warn_once(
             f"a setting of one replica alone {kind} {name}",
-            f"{what} in {kind}.param_groups was changed by replica {change.replica} in strategy.run, and not by all "
-            "replicas. Under central storage there is one optimizer for all of them, so it counts for all from their "
+            f"{name!r} of group {group} in {kind}.param_groups was changed by replica {change.replica} in "
+            "strategy.run, and not by all replicas. Under central storage there is one optimizer for all of them, so it counts for all from their "
             "next call on that all make. Let all replicas make it the same, or change it after strategy.run(...).",
         )
 

@@ -113,8 +113,9 @@ class _Number:
 
 def _say_counted(number: _Number) -> None:
     where, name = number.function.__qualname__, str(number.name)
+    variable = number.name.name if isinstance(number.name, Inside) else name  # once for all entries of a dict
     warn_once(
-        f"counted {name} {where} {number.function.__code__.co_filename}",
+        f"counted {variable} {where} {number.function.__code__.co_filename}",
         f"The function {where} reads the variable {name!r} and then gives it another number. The replicas of one "
         f"process share it, so it went on once for each of {len(number.replicas)} replicas in one run, from "
         f"{number.before} to {number.now}. Where a learning rate, a weight of the loss or the like is made of it, keep "

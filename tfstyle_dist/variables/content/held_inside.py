@@ -6,7 +6,6 @@ entries, and each goes on from there.
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -36,8 +35,8 @@ _SPACES = (dict, types.SimpleNamespace)
 def stand_in_for(value: Any, part: Belongs, arrays: bool = True) -> StandIn | None:
     """What stands for an object that is content, as a plain one would be, if its attributes cannot be exchanged.
 
-    It has none, or one dict holds those of several objects (``self.__dict__ = cls._state``), or the program has that
-    dict too (``vars(self)``); then the dict is what is stood for. ``None`` for all other objects.
+    It has none, or its class has them for all of its objects (``self.__dict__ = cls._state``); then their dict is what
+    is stood for. ``None`` for all other objects.
 
     Args:
         value: any object.
@@ -48,18 +47,16 @@ def stand_in_for(value: Any, part: Belongs, arrays: bool = True) -> StandIn | No
         return Entries(value)
     if (stand_in := slotted(value, part, arrays)) is not None:
         return stand_in
-    several = _others_have_attributes_of(value) and is_state(value, part, arrays)
-    return Entries(value.__dict__, type(value)) if several else None
+    in_class = _class_has_attributes_of(value) and is_state(value, part, arrays)
+    return Entries(value.__dict__, type(value)) if in_class else None
 
 
-def _others_have_attributes_of(value: Any) -> bool:
-    if not type(value).__dictoffset__ or isinstance(value, HOLDERS):
+def _class_has_attributes_of(value: Any) -> bool:
+    kind = type(value)
+    if not kind.__dictoffset__ or isinstance(value, HOLDERS):
         return False
-    return _references(value) > _ALONE
-
-
-def _references(value: Any) -> int:
-    return sys.getrefcount(object.__getattribute__(value, "__dict__"))
+    attributes = object.__getattribute__(value, "__dict__")
+    return any(held is attributes for one in kind.__mro__ for held in list(vars(one).values()))
 
 
 def has_entries(value: Any, part: Belongs, arrays: bool = True) -> bool:
@@ -107,14 +104,6 @@ def _is_namespace(value: Any) -> bool:
         return False
     attributes = object.__getattribute__(value, "__dict__")
     return attributes is value or (hasattr(kind, "__getattr__") and not attributes)
-
-
-class _Plain:
-    """An object whose attributes nobody else has."""
-
-
-_plain = _Plain()
-_ALONE = _references(_plain)
 
 
 class HeldInside(InnerStates):
