@@ -149,6 +149,26 @@ def test_a_setting_that_one_replica_alone_gives_counts_and_is_said(
     assert "momentum" not in caplog.text
 
 
+def test_the_schedule_of_an_optimizer_that_each_replica_made_is_not_said(
+    central: Any, caplog: pytest.LogCaptureFixture, nothing_said_yet: None
+) -> None:
+    with central.scope():
+        model = nn.Linear(2, 1)
+
+    def step() -> None:
+        if not hasattr(model, "optimizer"):
+            model.optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # type: ignore[assignment]
+            model.schedule = torch.optim.lr_scheduler.StepLR(model.optimizer, 1, 0.5)  # type: ignore[arg-type]
+        model(torch.ones(1, 2)).sum().backward()
+        model.optimizer.step()
+        model.schedule.step()
+
+    for _ in range(3):
+        central.run(step)
+    assert model.optimizer.param_groups[0]["lr"] == 0.0625
+    assert "was changed by replica" not in caplog.text
+
+
 def test_a_setting_that_is_an_object_of_the_programs(central: Any) -> None:
     """What is in it cannot be put back, so a second write is refused."""
     with central.scope():

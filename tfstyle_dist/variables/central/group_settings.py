@@ -60,23 +60,24 @@ class GroupSettings:
         self._inside: dict[Place, torch.Tensor] = {}  # of tensors: their values
         self._changes: dict[tuple[Place, int], _Change] = {}  # between which calls
         self._lent: dict[Place, _Change] = {}  # those that have their old values again for a replica
-        self._begun: set[int] = set()  # those optimizers that there were when the run began
+        self._made_in_steps: set[int] = set()  # optimizers that a replica has for itself
         self._state = StateWrites()
 
     def __bool__(self) -> bool:
         return bool(self._optimizers)
 
-    def add(self, optimizer: Any) -> None:
-        """Looks at an optimizer from now on."""
+    def add(self, optimizer: Any, in_step: bool) -> None:
+        """Looks at an optimizer from now on; ``in_step``: it is found while a replica has the turn."""
         number = id(optimizer)
         if number not in self._optimizers:
+            if in_step:
+                self._made_in_steps.add(number)
             self._optimizers[number] = weakref.ref(optimizer, lambda _: self._forget(number))
             self._remember(_settings(number, optimizer))
 
     def begin(self, looks: bool) -> None:
         """A run begins: nobody has changed anything in it; ``looks``: it is one in which the state is looked at."""
         self._changes.clear()
-        self._begun = set(self._optimizers)
         self._state.begin(looks)
 
     def note(self, replica: int | None, call: int) -> None:
@@ -124,7 +125,7 @@ class GroupSettings:
         self._state.compare(replica, call, self._all())
         if last:
             for (place, number), change in self._changes.items():
-                known = place[0] in self._begun and change.lendable  # else the others found what was made
+                known = place[0] not in self._made_in_steps and change.lendable  # else the others found what was made
                 if known and number == call and len(change.replicas) < self._count:
                     self._say_alone(place, change)
 
@@ -151,6 +152,7 @@ class GroupSettings:
     def _forget(self, number: int) -> None:
         """An optimizer is gone; another one may get its ``id`` in the same step."""
         self._optimizers.pop(number, None)
+        self._made_in_steps.discard(number)
         self._found = {place: value for place, value in self._found.items() if place[0] != number}
         self._changes = {key: change for key, change in self._changes.items() if key[0][0] != number}
         self._lent = {place: change for place, change in self._lent.items() if place[0] != number}
@@ -214,8 +216,9 @@ class GroupSettings:
         warn_once(
             f"a setting of one replica alone {kind} {name}",
             f"{name!r} of group {group} in {kind}.param_groups was changed by replica {change.replica} in "
-            "strategy.run, and not by all replicas. Under central storage there is one optimizer for all of them, so it counts for all from their "
-            "next call on that all make. Let all replicas make it the same, or change it after strategy.run(...).",
+            "strategy.run, and not by all replicas. Under central storage there is one optimizer for all, so it counts "
+            "for all from their next call on that all make. Let all replicas make it the same, or change it after "
+            "strategy.run(...).",
         )
 
     def _said(self, place: Place, change: _Change, then: int, after: Value, lent: bool) -> str:

@@ -194,7 +194,7 @@ class ReplicaContents(Content):
             for parameter in state_objects.optimized_by(value):
                 self.take(parameter)
             if self._one_copy and torch_internals.has_step_hooks(value):  # one update is made for all
-                self.settings.of_groups.add(value)
+                self.settings.of_groups.add(value, in_step=self.active is not None)
                 self._spreader.take_parts(value)
                 return False
         self.take_object(value, max(part, state_objects.belongings(value)))
