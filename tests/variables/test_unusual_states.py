@@ -85,12 +85,12 @@ def test_an_array_that_nobody_holds_is_let_go(strategy: Any) -> None:
     trainer = Trainer(strategy)
     trainer.own = np.zeros(4)
     strategy.run(lambda: float(trainer.own[0]))
-    kept = strategy.parameter_store.contents._inside._inner.kept
+    kept = strategy.parameter_store.contents._inside.kept
     assert len(kept) == 1
     del kept, trainer.own
     for _ in range(3):
         strategy.run(lambda: trainer.model)
-    assert strategy.parameter_store.contents._inside._inner.kept == []
+    assert strategy.parameter_store.contents._inside.kept == []
 
 
 def test_a_closed_strategy_holds_no_arrays(strategy: Any) -> None:
