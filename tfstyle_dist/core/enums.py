@@ -34,7 +34,7 @@ class ReduceOp(enum.Enum):
         if isinstance(op, str) and op.upper() in cls.__members__:
             return cls[op.upper()]
         raise ValueError(
-            f"The way to reduce must be a ReduceOp (ReduceOp.SUM, ReduceOp.MEAN, 'SUM' or 'MEAN'), got {op!r}."
+            f"The way to reduce must be a valid ReduceOp (ReduceOp.SUM, ReduceOp.MEAN, 'SUM' or 'MEAN'), got {op!r}."
         )
 
 
