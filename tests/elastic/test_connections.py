@@ -93,7 +93,7 @@ def links() -> Iterator[tuple[Links, tuple[str, int], threading.Event]]:
     def nothing(*_: Any) -> None:
         """Nobody sends or goes."""
 
-    made = Links(0, addresses, "job", Elastic(1), Doorbell(0), lambda _: came.set(), nothing, nothing)
+    made = Links(0, addresses, "job", Elastic(2), Doorbell(0), lambda _: came.set(), nothing, nothing)
     made.start()
     yield made, addresses[0], came
     made.close()

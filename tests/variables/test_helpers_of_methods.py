@@ -11,6 +11,7 @@ from this_replica import replica
 from torch import nn
 
 import tfstyle_dist as td
+from tfstyle_dist.variables.content.discovery import is_of_library
 
 
 class Counter:
@@ -179,3 +180,8 @@ def test_what_stays_common_in_a_hook_is_said(caplog: pytest.LogCaptureFixture) -
     assert sum("the variable 'number'" in message for message in messages) == 1
     assert sum("wrote to a tensor of shape (1,)" in message for message in messages) == 1
     strategy.close()
+
+
+@pytest.mark.parametrize("kind", [td.Variable, td.train.Checkpoint, td.MirroredStrategy, torch.nn.Linear])
+def test_what_the_methods_of_this_package_and_of_torch_name_is_not_looked_for(kind: type) -> None:
+    assert is_of_library(kind)
