@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replicas": 0}, "at least 1"),
+        ({"replicas": 0}, "at least 2, got 0. With one replica"),
         ({"replicas": 2, "min_workers": 3}, "no more workers than replicas"),
         ({"replicas": 2, "beat_every": 9.0}, "beat_every must be positive and the smaller"),
     ],

@@ -170,8 +170,12 @@ def test_what_a_rank_has_let_go_is_no_part_of_its_model(rank: int) -> None:
 def test_one_rank_builds_no_model(rank: int) -> None:
     with td.MirroredStrategy() as strategy:
         calls = [lambda: build(strategy, 3), lambda: strategy.run(all_reduce)]
-        with pytest.raises(CollectiveMismatchError, match=r"worker 0: model structure(.|\n)*worker 1: all_reduce"):
+        with pytest.raises(
+            CollectiveMismatchError, match=r"worker 0: model structure(.|\n)*worker 1: all_reduce"
+        ) as caught:
             calls[rank]()
+    noted = "has a module, a parameter or a buffer that the others have not made" in str(caught.value.__notes__)
+    assert noted == (rank == 0)
 
 
 @pytest.mark.distributed(workers=2, timeout=50, deadline=10, env={"TFSTYLE_DEBUG": "collectives"})

@@ -363,3 +363,24 @@ def test_a_frozen_copy_that_a_step_keeps_is_each_replicas_own() -> None:
         assert torch.equal(first[0], second[0])
         assert [torch.equal(one, other) for one, other in pairwise(first)] == [False, True, True, True]
         assert [torch.equal(one, other) for one, other in pairwise(second)] == [True, True, False, True]
+
+
+def test_a_kept_copy_is_trained_as_a_copy_for_all(strategy: Any) -> None:
+    with strategy.scope():
+        model = WithBest()
+    strategy.run(lambda: model.look(1.0 + replica()))
+    model.best.requires_grad_(True)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="each replica has one of its own in its place"):
+        strategy.experimental_adopt(model.best)
+    with strategy.scope():
+        model.best = copy.deepcopy(model.best)
+    optimizer = torch.optim.SGD(model.best.parameters(), lr=0.1)  # type: ignore[union-attr]
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        model.best[0](torch.full((1, 2), 1.0 + replica())).sum().backward()  # type: ignore[index]
+        optimizer.step()
+        return model.best[0].weight.grad.clone()  # type: ignore[index, no-any-return]
+
+    for gradient in strategy.experimental_local_results(strategy.run(step)):
+        assert gradient.tolist() == [[1.5, 1.5]]

@@ -77,14 +77,15 @@ class HeldValues:
         elif isinstance(value, random.Random):
             self._seen.add(id(value))
             self.randoms.append(value)
-        elif isinstance(value, dict):  # of a class of its own: replicas share it
-            self._look_into_shared(value)
+        elif isinstance(value, dict):
+            self._look_into_mapping(value)
         elif (stand_in := stand_in_for(value, Belongs.BESIDE)) is not None:  # such as a step has made
             self._keep(value, stand_in)
         elif is_state(value, Belongs.BESIDE):
             self._look_at(value.__dict__)
 
-    def _look_into_shared(self, box: dict[Any, Any]) -> None:
+    def _look_into_mapping(self, box: dict[Any, Any]) -> None:
+        """A dict of a class of the program's own, whether replicas share it or not."""
         if len(box) > MOST_ENTRIES:
             self._long.append((box, len(box)))
             return

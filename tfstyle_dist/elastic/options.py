@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_WHY = {
+    "replicas": " With one replica there is nothing that another worker could take over: give as many replicas as "
+    "there will be workers, or leave elastic= out."
+}
+
 
 @dataclass(frozen=True)
 class Elastic:
@@ -45,19 +50,14 @@ class Elastic:
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
-        for name in ("replicas", "min_workers", "check_every"):
+        for name, least in (("replicas", 2), ("min_workers", 1), ("check_every", 1)):
             value = getattr(self, name)
             if value is None and name == "check_every":
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"Elastic({name}=) must be a whole number, got {value!r}.")
-            if value < 1:
-                raise ValueError(f"Elastic({name}=) must be at least 1, got {value}.")
-        if self.replicas < 2:
-            raise ValueError(
-                "Elastic(replicas=) must be at least 2, got 1: with one replica there is nothing that another worker "
-                "could take over. Give as many replicas as there will be workers, or leave elastic= out."
-            )
+            if value < least:
+                raise ValueError(f"Elastic({name}=) must be at least {least}, got {value}.{_WHY.get(name, '')}")
         if self.min_workers > self.replicas:
             raise ValueError(
                 f"Elastic(replicas={self.replicas}, min_workers={self.min_workers}): every worker holds at least one "

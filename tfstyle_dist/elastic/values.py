@@ -20,14 +20,9 @@ from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.elastic.leaves import VALUES
 from tfstyle_dist.elastic.numbers import numbered
 from tfstyle_dist.elastic.packets import check_can_be_sent
+from tfstyle_dist.variables.content import copies
 from tfstyle_dist.variables.content.contents import ReplicaContents
-from tfstyle_dist.variables.content.copies import (
-    CONTAINERS,
-    MOST_ENTRIES,
-    PLAIN_TENSORS,
-    base_of,
-    has_attributes_beside,
-)
+from tfstyle_dist.variables.content.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS
 from tfstyle_dist.variables.content.parameter_marks import memory_of
 from tfstyle_dist.variables.content.stand_ins import meant_by
 
@@ -130,7 +125,7 @@ def is_long(value: Any) -> bool:
 def _is_container(value: Any) -> bool:
     """A list, dict, set or deque, or a tuple, maybe with names, whose class has not made something else of it."""
     kind = type(value)
-    if kind in CONTAINERS or has_attributes_beside(value):
+    if kind in CONTAINERS or copies.has_attributes_beside(value):
         return True
     return isinstance(value, tuple) and kind.__len__ is tuple.__len__ and kind.__iter__ is tuple.__iter__
 
@@ -227,23 +222,9 @@ class ValueReader:
         if kind == "e":
             made = {self.value(part, None) for part in parts}
             return own if own == made else made
-        if kind == "b" and not has_attributes_beside(own):
-            warn_once(
-                "elastic list of a class of its own",
-                "A replica came to this worker with a list, a set or a deque of a class of the program's own, and this "
-                "worker has none in its place: its entries are lost here. Make it before the first step, or use a list "
-                "of Python's (docs/elastic.md).",
-            )
-            return own
-        before = list(own) if isinstance(own, list | tuple | deque) else []
-        before += [MISSING] * (len(parts) - len(before))
-        now = [v for part, b in zip(parts, before, strict=False) if (v := self.value(part, b)) is not MISSING]
         if kind == "b":
-            self.value(described[2], vars(own))
-            base = base_of(own)
-            base.clear(own)
-            (base.update if base is set else base.extend)(own, now)
-            return own
+            return self._of_own_class(parts, described[2], own)
+        now = self._entries(parts, own)
         if kind == "u":
             return own if isinstance(own, tuple) and _same(own, now) else _tuple_like(own, now)
         made_of = deque if len(described) > 2 else list
@@ -251,6 +232,27 @@ class ValueReader:
             return deque(now, described[3]) if made_of is deque else now
         own.clear()
         own.extend(now)
+        return own
+
+    def _entries(self, parts: list[Any], own: Any) -> list[Any]:
+        before = list(own) if isinstance(own, list | tuple | deque) else []
+        before += [MISSING] * (len(parts) - len(before))
+        return [v for part, b in zip(parts, before, strict=False) if (v := self.value(part, b)) is not MISSING]
+
+    def _of_own_class(self, parts: list[Any], attributes: list[Any], own: Any) -> Any:
+        """A list, a set or a deque of a class of the program's, which can be filled but not made here."""
+        if not copies.has_attributes_beside(own):
+            warn_once(
+                "elastic list of a class of its own",
+                "A replica came to this worker with a list, a set or a deque of a class of the program's own, and this "
+                "worker has none in its place: its entries are lost. Make it before the first step, or use a list of "
+                "Python's (docs/elastic.md).",
+            )
+            return own
+        now, base = self._entries(parts, own), copies.base_of(own)
+        self.value(attributes, vars(own))
+        base.clear(own)
+        (base.update if base is set else base.extend)(own, now)
         return own
 
     def _dict(self, parts: list[Any], target: dict[Any, Any]) -> dict[Any, Any]:

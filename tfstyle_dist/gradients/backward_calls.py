@@ -20,13 +20,13 @@ from tfstyle_dist.gradients.backward_pass import PassReducer
 from tfstyle_dist.gradients.by_examples import weighed_by_examples
 from tfstyle_dist.gradients.divided_losses import note_pass
 from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
+from tfstyle_dist.gradients.local_gradients import note_local
 from tfstyle_dist.gradients.of_no_replica import (
     check_thread,
     lost_graph_explained,
     say_keras_knows_nothing,
     say_left_alone,
 )
-from tfstyle_dist.gradients.optimizer_step import note_local
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.variables.store import live_stores
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -15,25 +15,13 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.program_line import program_line
+from tfstyle_dist.gradients import local_gradients
 from tfstyle_dist.runtime.context import StrategyInForce, replica_of
 from tfstyle_dist.variables.content.common_objects import in_elastic_job
 from tfstyle_dist.variables.record import Record
 
 TOLD_BY_SCALERS = "grad_scale", "found_inf"
 """The attributes by which a ``GradScaler`` tells a fused optimizer about one step; it deletes them after it."""
-
-_local: torch_internals.WeakIdKeyDictionary = torch_internals.WeakIdKeyDictionary()
-"""Results of ``torch.autograd.grad``, which makes gradients of one replica alone, as long as they live.
-
-Who puts one into ``.grad`` and steps would let the replicas drift apart without a word.
-"""
-
-
-def note_local(gradients: Iterable[torch.Tensor | None]) -> None:
-    """Remembers results of ``torch.autograd.grad``."""
-    for gradient in gradients:
-        if type(gradient) is torch.Tensor:
-            _local[gradient] = True
 
 
 class UpdateRunner:
@@ -94,7 +82,7 @@ class UpdateRunner:
                 "after backward()."
             )
         strategy.gradient_reducer.check_reduced(records, number)
-        if replica is not None and strategy.num_replicas_in_sync > 1 and len(_local):
+        if replica is not None and strategy.num_replicas_in_sync > 1 and local_gradients.any_local():
             _check_not_local(optimizer, records, number)
         if replica is not None and number < len(self._steps):
             self._note(number, f"{type(optimizer).__name__}.step", sys._getframe(2))
@@ -139,7 +127,7 @@ def _check_same(ran: Mapping[int, Mapping[str, Sequence[Any]]]) -> None:
 def _check_not_local(optimizer: torch.optim.Optimizer, records: list[Record], number: int) -> None:
     for record in records:
         own = record.policy is not None and record.policy.reduce_at == "backward"
-        if own and record.components[number].grad in _local:
+        if own and local_gradients.is_local(record.components[number].grad):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() would apply a result of torch.autograd.grad (parameter "
                 f"{record.describe()!r}), which is the gradient of one replica: the replicas would drift apart. Call "

@@ -123,9 +123,9 @@ class ReplicaExecutor:
 
         run = TurnRun(len(functions), self._timeout, start, self.content, self._clocks, signals)
         under_way.append(run)
-        outer, self._current, self._thread = self._current, run, threading.get_ident()
         team.cores[0] = Core()
         run.cores, run.turn.ends_pools = team.cores, self._pools.begin()
+        outer, self._current, self._thread = self._current, run, threading.get_ident()
         try:
             self.content.switch(0)
             with made_current(self._devices[0]):

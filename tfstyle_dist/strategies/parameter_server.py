@@ -28,6 +28,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies import on_servers
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.optimizer_settings import changes, hyperparameters, references_of
+from tfstyle_dist.strategies.parameter_server_options import checked_staleness, snapshot_options, wire_options
 from tfstyle_dist.strategies.push_runner import PushRunner, check_hooks, check_parameters
 from tfstyle_dist.strategies.state_on_servers import keep_on_servers
 from tfstyle_dist.variables import Variable
@@ -98,9 +99,9 @@ class ParameterServerStrategy(Strategy):
         cluster = cluster_of(cluster_resolver)
         check_cluster(cluster, getattr(cluster_resolver, "task_type", None))
         self._resolver = cluster_resolver
-        self.max_staleness = on_servers.checked_staleness(max_staleness)
-        self.wire_options = on_servers.wire_options(wire_dtype, pull_ahead)
-        self.snapshots = on_servers.snapshot_options(snapshot_folder, snapshot_seconds, snapshot_every_write)
+        self.max_staleness = checked_staleness(max_staleness)
+        self.wire_options = wire_options(wire_dtype, pull_ahead)
+        self.snapshots = snapshot_options(snapshot_folder, snapshot_seconds, snapshot_every_write)
         session = uuid.uuid4().hex
         handshake = {
             "role": "coordinator", "task": "/job:chief/task:0", "session": session, "snapshots": self.snapshots
@@ -156,9 +157,7 @@ class ParameterServerStrategy(Strategy):
         strategy._resolver = None
         strategy.max_staleness, strategy.snapshots = None, snapshots
         told = wire or {}
-        strategy.wire_options = on_servers.wire_options(
-            torch.bfloat16 if told.get("bfloat16") else None, bool(told.get("ahead"))
-        )
+        strategy.wire_options = wire_options(torch.bfloat16 if told.get("bfloat16") else None, bool(told.get("ahead")))
         handshake = {"role": "worker", "task": task, "session": session, "snapshots": snapshots}
         strategy._start(cluster, session, handshake, None)
         return strategy

@@ -43,8 +43,8 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
             trained tensor that is no ``nn.Parameter``.
         ValueError: the module has uninitialised (lazy) parameters, or is in a ``DistributedDataParallel`` whose
             buckets its gradients are views of.
-        RuntimeError: a parameter belongs to another strategy, or a tensor to be trained is given inside of ``run``,
-            where each of several replicas has made one of its own.
+        RuntimeError: a parameter belongs to another strategy; or each of several replicas has made such a module, or
+            such a tensor to be trained, of its own in a step.
 
     Example:
         >>> model = strategy.experimental_adopt(torch.nn.Linear(2, 1))
@@ -65,9 +65,23 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
         strategy.parameter_store.adopt_object(module)
     elif strategy.adopts_modules:
         check_adopted(strategy.parameter_store, module)
+        _check_made_once(strategy, module)
         adopt_module(strategy.parameter_store, module)
         strategy.parameter_store.ensure_equal()
     return module
+
+
+def _check_made_once(strategy: Strategy, module: torch.nn.Module) -> None:
+    """A module that each replica has made, as a copy of the best one so far, has no gradients that could be summed."""
+    contents = strategy.parameter_store.contents
+    if contents is None or not contents.was_made_by_each(module):
+        return
+    if any(find_record(parameter) is None for parameter in module.parameters()):
+        raise RuntimeError(
+            f"experimental_adopt was given a {type(module).__name__} that a step has made: each replica has one of its "
+            "own in its place, and trained them apart. Take a copy of it for all replicas in the scope, with "
+            "strategy.scope(): model.best = copy.deepcopy(model.best).requires_grad_(True), if it is model.best."
+        )
 
 
 def _check_made_outside(strategy: Strategy, tensor: torch.Tensor) -> None:

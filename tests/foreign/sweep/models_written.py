@@ -6,7 +6,7 @@ import collections
 import copy
 
 import torch
-from programs import WITHOUT_SERVERS, Net, case, sgd
+from programs import WITHOUT_SERVERS, Net, case, plain, sgd
 from steps_kept import fit
 from torch import nn
 from torch.nn import functional as F
@@ -54,9 +54,14 @@ class _WithBest(nn.Module):
     def forward(self, x):
         return self.net(x)
 
-    def look(self, loss):
-        if loss < self.least:
-            self.least, self.best = loss, copy.deepcopy(self.net).requires_grad_(False)
+    def loss(self, x, y):
+        found = F.mse_loss(self(x), y)
+        self.last = found.item()
+        return found
+
+    def look(self, i):
+        if self.last < self.least:
+            self.least, self.best = self.last, copy.deepcopy(self.net).requires_grad_(False)
 
 
 @case("models", "best-copy-of-a-step", **OWN)
@@ -65,15 +70,7 @@ def best_copy_of_a_step(run):
         model = _WithBest()
         optimizer = sgd(model)
 
-    def step(i):
-        x, y = run.xy(i)
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        model.look(loss.item())
-
-    run.go(step)
+    run.go(plain(run, model, optimizer, model.loss, model.look))
     return {"weights": list(model.net.parameters()), "kept": run.each(lambda: [model.best, model.least])}
 
 
@@ -272,11 +269,5 @@ def modules_that_are_equal(run):
         model = nn.ModuleList([_Odd(), _Odd(), nn.Linear(3, 6)])
         optimizer = sgd(model)
 
-    def step(i):
-        x, y = run.xy(i)
-        optimizer.zero_grad()
-        F.mse_loss(model[1](model[2](model[0](x))), y).backward()
-        optimizer.step()
-
-    run.go(step)
+    run.go(plain(run, model, optimizer, lambda x, y: F.mse_loss(model[1](model[2](model[0](x))), y)))
     return {**run.result(model), "calls": [model[0].calls, model[1].calls]}

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.variables.central.state_writes import GONE, PLAIN, StateWrites, Value, mark_of
+from tfstyle_dist.variables.central.known_values import GONE, PLAIN, Value, mark_of
+from tfstyle_dist.variables.central.state_writes import StateWrites
 
 Place = tuple[int, int, str]
 """An optimizer by its ``id``, the number of a group, and the name of a setting."""

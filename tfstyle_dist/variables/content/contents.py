@@ -238,6 +238,10 @@ class ReplicaContents(Content):
         """Whether something is content already."""
         return id(value) in self._places
 
+    def was_made_by_each(self, value: Any) -> bool:
+        """Whether a step made it, and other replicas have made their own, which they keep in the same place."""
+        return self._counterparts.has(value)
+
     def objects(self) -> list[tuple[Any, ObjectContent]]:
         """The living objects whose attributes are content, in the order in which they were taken."""
         return [(thing, content) for content in self._objects if (thing := content.reference()) is not None]

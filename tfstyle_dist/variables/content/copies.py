@@ -37,7 +37,7 @@ CONTAINERS = DICTS | {list, set, collections.deque}
 _SEQUENCES: tuple[Any, ...] = (list, set, collections.deque)
 _FEW = 64
 _READ = "__new__", "__len__", "__iter__", "__getitem__"
-_copied: set[type] = {*CONTAINERS}  # and a library's own: see count_as_containers
+_copied: set[type] = set(CONTAINERS)  # and a library's own: see count_as_containers
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Buffer})
 OWN_GENERATORS = ("numpy.random._generator", "numpy.random.mtrand")
 """The modules of numpy's generators of random numbers."""

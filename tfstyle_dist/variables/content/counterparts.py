@@ -102,6 +102,10 @@ class Counterparts:
     def _is_content(self, value: Any) -> bool:
         return id(value) in self._places
 
+    def has(self, thing: Any) -> bool:
+        """Whether other replicas have something of their own in the place of this one."""
+        return any(one() is thing for one, _ in self._found.values())
+
     def of(self, replica: int) -> dict[int, _Pair]:
         """What a replica has in the place of what the first one made, by the latter's ``id``."""
         alive = {key: (one(), own()) for key, (one, own) in self._found.items()}

@@ -17,11 +17,12 @@ from torch.nn.parameter import is_lazy
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.process_hooks import CountedUsers, DataPatch
 from tfstyle_dist.core.tensor_references import refer_to
+from tfstyle_dist.variables.content.held_data import HeldData
 from tfstyle_dist.variables.content.marks import Mark
 from tfstyle_dist.variables.content.object_content import ObjectContent
 from tfstyle_dist.variables.content.parameter_marks import memory_of
 from tfstyle_dist.variables.content.parameter_rows import ParameterRows
-from tfstyle_dist.variables.content.shared_tensors import HeldData, SharedTensors
+from tfstyle_dist.variables.content.shared_tensors import SharedTensors
 
 _Given = tuple[weakref.ref[torch.Tensor], int]
 

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tfstyle_dist import core
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.content.carried_names import Carrying, Place, carried_in, with_inner
 from tfstyle_dist.variables.content.copies import ATOMS, DICTS, WEAK, referred_to
@@ -31,7 +30,7 @@ from tfstyle_dist.variables.content.state_objects import BOXES, FEW, Belongs, pa
 _LIBRARIES = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     os.path.dirname(torch.__file__),  # wherever it was built
-    os.path.dirname(os.path.abspath(core.__path__[0])),  # this package, which may lie in a checkout
+    os.path.abspath(sys.modules[__name__.partition(".")[0]].__path__[0]),  # this package, which may lie in a checkout
 )
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of a path: a user's own packages, those of a system, and those of other environments."""

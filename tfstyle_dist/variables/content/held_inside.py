@@ -15,7 +15,7 @@ import torch
 from tfstyle_dist.runtime.random_streams import is_of_the_streams
 from tfstyle_dist.variables.content.copies import ATOMS, DICTS, is_container
 from tfstyle_dist.variables.content.inner_states import InnerStates, has_inner_state, is_common
-from tfstyle_dist.variables.content.stand_ins import Entries, SlotsBeside, StandIn, entries_of, slots_beside
+from tfstyle_dist.variables.content.stand_ins import Entries, SlotsBeside, StandIn, entries_of, slots_of
 from tfstyle_dist.variables.content.state_objects import (
     FEW,
     HOLDERS,
@@ -165,7 +165,7 @@ class HeldInside(InnerStates):
             value: the object.
             parts: what its attributes are.
         """
-        if slots_beside(type(value)):
+        if type(value).__dictoffset__ and slots_of(type(value)):
             stand_in = SlotsBeside(value)
             self._stand_ins[id(stand_in)], self.same[id(stand_in)] = stand_in, (stand_in, stand_in)
             self._take(stand_in, parts)

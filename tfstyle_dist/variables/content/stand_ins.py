@@ -20,9 +20,9 @@ _MOST_KINDS = 256
 _LEFT = 64
 
 
-def _find_slots(kind: type, beside: bool = False) -> Mapping[str, Any]:
+def _find_slots(kind: type) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
-    for one in kind.__mro__ if bool(kind.__dictoffset__) is beside else ():
+    for one in kind.__mro__:
         for name, held in vars(one).items() if "__slots__" in vars(one) else ():
             if isinstance(held, types.MemberDescriptorType):  # a class may have one of the same name as its base
                 found[name if name not in found else f"{name} {len(found)}"] = held
@@ -30,21 +30,17 @@ def _find_slots(kind: type, beside: bool = False) -> Mapping[str, Any]:
 
 
 slots_of: Callable[[type], Mapping[str, Any]] = functools.lru_cache(_MOST_KINDS)(_find_slots)
-"""The descriptors of a class by name, if all attributes of its objects are in ``__slots__``; else none."""
-slots_beside: Callable[[type], Mapping[str, Any]] = functools.lru_cache(_MOST_KINDS)(
-    functools.partial(_find_slots, beside=True)
-)
-"""As ``slots_of``, if its objects have a ``__dict__`` too; else none."""
+"""The descriptors of a class by name, of what its objects have in ``__slots__``."""
 
 
 def is_record(value: Any, among: int) -> bool:
-    """Whether an object is data because it has slots and is one of many.
+    """Whether an object is data because it has slots, no ``__dict__``, and is one of many.
 
     Args:
         value: any object.
         among: how many are in the container that it is in.
     """
-    return among > _FEW and bool(slots_of(type(value)))
+    return among > _FEW and not type(value).__dictoffset__ and bool(slots_of(type(value)))
 
 
 def entries_of(value: Any) -> dict[str, Any]:
@@ -170,7 +166,7 @@ class SlotsBeside(Slots):
 
     def __init__(self, thing: Any) -> None:
         self._reference, self._held, self.kind = weakref.ref(thing), {}, type(thing)
-        self._slots = slots_beside(self.kind)
+        self._slots = slots_of(self.kind)
 
     @property
     def same(self) -> tuple[Any, Any]:  # type: ignore[override]
