@@ -50,6 +50,26 @@ def pytest_configure(config: pytest.Config) -> None:
     """Adds what the suites need where they run on devices."""
     if on_devices.NAMES:
         config.pluginmanager.register(on_devices)
+    if os.environ.get("CI") and not _is_inner(config):
+        config.pluginmanager.register(_ToldAtOnce(config))
+
+
+def _is_inner(config: pytest.Config) -> bool:
+    """Whether another session collects what this one reports: one of pytest-xdist, or of a rank."""
+    return hasattr(config, "workerinput") or config.pluginmanager.has_plugin(RANK_PLUGIN_NAME)
+
+
+class _ToldAtOnce:
+    """In CI a failure is printed when it happens: a run that is ended from outside never comes to its summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
+            terminal.write(f"\n{report.nodeid} failed in its {report.when} after {report.duration:.0f} s\n")
+            terminal.write("\n".join(report.longreprtext.splitlines()[-30:]) + "\n")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,8 +87,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """
     option = config.option
     names_nothing = config.args_source is pytest.Config.ArgsSource.TESTPATHS and option.markexpr == DEFAULT_MARKERS
-    inner = hasattr(config, "workerinput") or config.pluginmanager.has_plugin(RANK_PLUGIN_NAME)
-    if not names_nothing or inner or option.keyword:
+    if not names_nothing or _is_inner(config) or option.keyword:
         return
     option.part = "whole" if option.whole else "rest" if option.rest else "quick"
     if option.usepdb or option.collectonly:
