@@ -323,3 +323,28 @@ def test_another_thread_waits_for_a_long_run_whose_turns_pass(executor: ReplicaE
     executor.run([lambda run: step(run, 0), lambda run: step(run, 1)])
     thread.join(20)
     assert len(found) == 2
+
+
+def test_another_thread_waits_for_long_joint_work() -> None:
+    """As replicas do: what it waits for has limits of its own."""
+    short = ReplicaExecutor(DEVICES, timedelta(seconds=1))
+    begun, found = threading.Event(), list[Any]()
+
+    def save(payloads: list[Any]) -> list[Any]:
+        begun.set()
+        threading.Event().wait(2.5)
+        return payloads
+
+    def other() -> None:
+        begun.wait()
+        with contextlib.suppress(DeadlineExceededError):
+            found.extend(thread_ids(short))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        short.run([lambda run: run.barrier(0, "save", 0, save), lambda run: run.barrier(1, "save", 1, save)])
+        thread.join(20)
+        assert len(found) == 2
+    finally:
+        short.close()

@@ -149,6 +149,25 @@ def test_a_setting_that_one_replica_alone_gives_counts_and_is_said(
     assert "momentum" not in caplog.text
 
 
+def test_a_setting_that_a_replica_which_raised_did_not_give_is_not_said(
+    central: Any, caplog: pytest.LogCaptureFixture, nothing_said_yet: None
+) -> None:
+    with central.scope():
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step() -> None:
+        if td.get_replica_context().replica_id_in_sync_group == 1:
+            raise ValueError("no batch")
+        optimizer.param_groups[0]["lr"] = 0.125
+        model(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises(ValueError, match="no batch"):
+        central.run(step)
+    central.run(lambda: None)
+    assert "was changed by replica" not in caplog.text
+
+
 def test_the_schedule_of_an_optimizer_that_each_replica_made_is_not_said(
     central: Any, caplog: pytest.LogCaptureFixture, nothing_said_yet: None
 ) -> None:

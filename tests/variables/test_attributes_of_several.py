@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -96,6 +97,15 @@ def test_they_go_when_the_program_has_dropped_them(strategy: Any, kind: type[Sha
     for _ in range(3):
         strategy.run(lambda: None)
     wait_until_gone(gone)
+
+
+def test_an_object_whose_class_of_c_shows_no_attributes_stays_what_it_is(strategy: Any) -> None:
+    loop = asyncio.new_event_loop()
+    trainer = Namespace(pending=loop.create_future())
+    with strategy.scope():
+        trainer.model = nn.Linear(1, 1)
+    assert results(strategy, lambda: trainer.pending.done()) == [(False,)] * 3
+    loop.close()
 
 
 def test_two_strategies_one_after_the_other_have_the_same_objects(kind: type[Shared]) -> None:

@@ -121,3 +121,27 @@ def test_slots_of_a_module_and_what_is_written_to_them_outside(strategy: Any) ->
     results(strategy, lambda: None)
     results(strategy, lambda: None)
     wait_until_gone(gone)
+
+
+def test_a_class_of_a_function_is_let_go_with_what_its_methods_name(strategy: Any) -> None:
+    def trained() -> list[ref[Any]]:
+        data = torch.ones(1, 1)
+
+        class Local(nn.Linear):
+            def forward(self, _: Any = None) -> torch.Tensor:
+                return super().forward(data)
+
+        class LocalSlotted(SlottedModule):
+            def read(self) -> torch.Tensor:
+                return data
+
+        with strategy.scope():
+            model, counting = Local(1, 1), LocalSlotted()
+        results(strategy, lambda: (model().sum().backward(), counting.count(1)))
+        return [ref(data), ref(Local), ref(LocalSlotted)]
+
+    gone = trained()
+    for _ in range(2):
+        results(strategy, lambda: None)
+    for reference in gone:
+        wait_until_gone(reference)

@@ -62,7 +62,7 @@ class ReplicaExecutor:
 
         Raises:
             DeadlineExceededError: in the run of another thread no turn passed within the timeout, as in a step that
-                waits for this thread.
+                waits for this thread. What is done once for all replicas, as in ``merge_call``, may take longer.
         """
         if self._pid != os.getpid():  # threads and their locks do not survive a fork
             self._teams, self._pid, self._run_lock, self._current = [], os.getpid(), threading.RLock(), None
@@ -74,7 +74,7 @@ class ReplicaExecutor:
         seen, deadline = (self._current, -1), Deadline(self._timeout)
         while not self._run_lock.acquire(timeout=-1 if (pause := deadline.pause()) is None else pause):
             run = self._current
-            if run is not None and (run, run.turn.passes) != seen:
+            if run is not None and (run.acting is not None or (run, run.turn.passes) != seen):
                 seen, deadline = (run, run.turn.passes), run.turn.deadline(self._timeout, interrupted=False)
             elif deadline.passed():
                 raise turn_reports.other_thread_runs(deadline, () if run is None else run.threads)

@@ -45,7 +45,7 @@ class TurnRun:
         error: what ended the run, if something did.
         lost: replicas whose threads are stuck in user code.
         threads, cores: the thread of each replica that is inside its function; what moves it.
-        turn: who has it.
+        turn, acting: who has it; the call whose joint work is being done.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TurnRun:
         self._calls: list[Call | None] = [None] * count  # those whose joint work is not done
         self._waiting: list[Call | None] = [None] * count
         self._started, self._done = [True] + [False] * (count - 1), [False] * count
-        self._acting: Call | None = None
+        self.acting: Call | None = None
         self._interrupted = self._others_go_on = False
         self._updates, self._most_updates = [0] * count, 0  # steps of optimizers: by replica; of the one that raised
         self.error: BaseException | None = None
@@ -175,7 +175,7 @@ class TurnRun:
         calls = [c for c in self._calls if c is not None]
         clock.leave()
         before = clock.seconds()
-        self._acting = call
+        self.acting = call
         try:
             with region("joint", call.kind):
                 payloads = [c.payload for c in calls]
@@ -185,7 +185,7 @@ class TurnRun:
             self.abort(error)
             raise ReplicaAborted from error
         finally:
-            self._acting = None
+            self.acting = None
         with self._lock:
             self._raise_if_aborted(replica)
             joint = clock.since(before)
@@ -273,7 +273,7 @@ class TurnRun:
 
     def _late(self, replica: int, call: Call | None, deadline: Deadline, passes: int) -> bool:
         """The one that has the turn keeps it for too long; returns whether ``replica`` has taken it."""
-        holder, acting = self.turn.holder, self._acting
+        holder, acting = self.turn.holder, self.acting
         stacks = turn_reports.stacks_of(self.threads, [holder])
         if acting is not None:  # what the joint work waits for has its own limit
             get_logger().warning("replica %d is still busy with %s:\n%s", holder, acting.describe(), stacks)

@@ -8,7 +8,9 @@ come to the same ones. So a scheduler, of which each replica has its own counter
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +64,7 @@ class GroupSettings:
         self._changes: dict[tuple[Place, int], _Change] = {}  # between which calls
         self._lent: dict[Place, _Change] = {}  # those that have their old values again for a replica
         self._made_in_steps: set[int] = set()  # optimizers that a replica has for itself
+        self._alone: list[Callable[[], None]] = []  # say what one replica alone has changed
         self._state = StateWrites()
 
     def __bool__(self) -> bool:
@@ -128,7 +131,14 @@ class GroupSettings:
             for (place, number), change in self._changes.items():
                 known = place[0] not in self._made_in_steps and change.lendable  # else the others found what was made
                 if known and number == call and len(change.replicas) < self._count:
-                    self._say_alone(place, change)
+                    kind = type(self._optimizer(place[0])).__name__
+                    self._alone.append(partial(_say_alone, kind, place, change.replica))
+
+    def end(self) -> None:
+        """A run ends well, or is at a call that all make."""
+        for say in self._alone:
+            say()
+        self._alone.clear()
 
     def fail(self, last: int) -> None:
         """A run failed: what others than the first replica made of settings before its end is as it was.
@@ -136,6 +146,7 @@ class GroupSettings:
         Args:
             last: how many calls that all make it had, its end among them.
         """
+        self._alone.clear()
         for (place, call), change in self._changes.items():
             if call == last and 0 not in change.replicas and change.lendable:
                 self._put(place, change.before)
@@ -211,17 +222,6 @@ class GroupSettings:
         reference = self._optimizers.get(number)
         return None if reference is None else reference()
 
-    def _say_alone(self, place: Place, change: _Change) -> None:
-        number, group, name = place
-        kind = type(self._optimizer(number)).__name__
-        warn_once(
-            f"a setting of one replica alone {kind} {name}",
-            f"{name!r} of group {group} in {kind}.param_groups was changed by replica {change.replica} in "
-            "strategy.run, and not by all replicas. Under central storage there is one optimizer for all, so it counts "
-            "for all from their next call on that all make. Let all replicas make it the same, or change it after "
-            "strategy.run(...).",
-        )
-
     def _said(self, place: Place, change: _Change, then: int, after: Value, lent: bool) -> str:
         number, group, name = place
         setting = f"{type(self._optimizer(number)).__name__}.param_groups[{group}]"
@@ -249,6 +249,16 @@ class GroupSettings:
             "number, text, tensor or tuple of these is changed once for each of them. Change it after "
             "strategy.run(...), or in merge_call."
         )
+
+
+def _say_alone(kind: str, place: Place, replica: int) -> None:
+    _, group, name = place
+    warn_once(
+        f"a setting of one replica alone {kind} {name}",
+        f"{name!r} of group {group} in {kind}.param_groups was changed by replica {replica} in strategy.run, and not "
+        "by all replicas. Under central storage there is one optimizer for all, so it counts for all from their next "
+        "call on that all make. Let all replicas make it the same, or change it after strategy.run(...).",
+    )
 
 
 def _settings(number: int, optimizer: Any) -> dict[Place, Any]:

@@ -131,6 +131,7 @@ class ReplicaContents(Content):
         if self.common is None and self._counterparts.find(self._things, self._others):
             self._marks.renew_all(self._things)
         self.rows.mark()
+        self.settings.of_groups.end()
         self._inside.mark()
         self._data.begin()
         self._things = []

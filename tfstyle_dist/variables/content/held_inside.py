@@ -15,7 +15,7 @@ import torch
 from tfstyle_dist.runtime.random_streams import is_of_the_streams
 from tfstyle_dist.variables.content.copies import ATOMS, DICTS, is_container
 from tfstyle_dist.variables.content.inner_states import InnerStates, has_inner_state, is_common
-from tfstyle_dist.variables.content.stand_ins import Entries, SlotsBeside, StandIn, entries_of, slots_of
+from tfstyle_dist.variables.content.stand_ins import Entries, SlotsBeside, StandIn, entries_of, find_slots
 from tfstyle_dist.variables.content.state_objects import (
     FEW,
     HOLDERS,
@@ -55,7 +55,10 @@ def _class_has_attributes_of(value: Any) -> bool:
     kind = type(value)
     if not kind.__dictoffset__ or isinstance(value, HOLDERS):
         return False
-    attributes = object.__getattribute__(value, "__dict__")
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # a class of C's, as that of asyncio's futures
+        return False
     return any(held is attributes for one in kind.__mro__ for held in list(vars(one).values()))
 
 
@@ -165,7 +168,7 @@ class HeldInside(InnerStates):
             value: the object.
             parts: what its attributes are.
         """
-        if type(value).__dictoffset__ and slots_of(type(value)):
+        if type(value).__dictoffset__ and find_slots(type(value)):
             stand_in = SlotsBeside(value)
             self._stand_ins[id(stand_in)], self.same[id(stand_in)] = stand_in, (stand_in, stand_in)
             self._take(stand_in, parts)

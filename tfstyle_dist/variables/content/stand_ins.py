@@ -20,7 +20,8 @@ _MOST_KINDS = 256
 _LEFT = 64
 
 
-def _find_slots(kind: type) -> Mapping[str, Any]:
+def find_slots(kind: type) -> Mapping[str, Any]:
+    """The descriptors of a class by name, of what its objects have in ``__slots__``."""
     found: dict[str, Any] = {}
     for one in kind.__mro__:
         for name, held in vars(one).items() if "__slots__" in vars(one) else ():
@@ -29,8 +30,8 @@ def _find_slots(kind: type) -> Mapping[str, Any]:
     return found
 
 
-slots_of: Callable[[type], Mapping[str, Any]] = functools.lru_cache(_MOST_KINDS)(_find_slots)
-"""The descriptors of a class by name, of what its objects have in ``__slots__``."""
+slots_of: Callable[[type], Mapping[str, Any]] = functools.lru_cache(_MOST_KINDS)(find_slots)
+"""The same, and the class stays, with all that its methods name: for objects that are looked at in each run."""
 
 
 def is_record(value: Any, among: int) -> bool:
@@ -166,7 +167,7 @@ class SlotsBeside(Slots):
 
     def __init__(self, thing: Any) -> None:
         self._reference, self._held, self.kind = weakref.ref(thing), {}, type(thing)
-        self._slots = slots_of(self.kind)
+        self._slots = find_slots(self.kind)
 
     @property
     def same(self) -> tuple[Any, Any]:  # type: ignore[override]
