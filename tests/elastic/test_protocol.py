@@ -57,6 +57,7 @@ class World:
         self.given: dict[int, tuple[int, int]] = {}  # the epoch that a member has sent its state for
         self.got: dict[int, tuple[tuple[int, int], frozenset[int]]] = {}
         self.lives: dict[int, str] = {}
+        self.parts: dict[int, str] = {}  # of ``key``, by member
         self.joined = 0
         self.workers, self.steps, self.kills, self.restarts = workers, steps, kills, restarts
         self.leaves, self.breaks, self.broken = leaves, breaks, 0
@@ -67,11 +68,17 @@ class World:
     def copy(self) -> World:
         world = World.__new__(World)
         world.__dict__.update(self.__dict__)
-        world.members = {me: _copied(member) for me, member in self.members.items()}
+        world.members, world.parts = dict(self.members), dict(self.parts)  # ``own`` copies what an event changes
         world.channels = {pair: list(queue) for pair, queue in self.channels.items() if queue}
         world.links, world.given, world.got = set(self.links), dict(self.given), dict(self.got)
         world.lives, world.dropped, world.done = dict(self.lives), set(self.dropped), dict(self.done)
         return world
+
+    def own(self, me: int) -> Member:
+        """A member of this world alone, which may change."""
+        self.parts.pop(me, None)
+        member = self.members[me] = _copied(self.members[me])
+        return member
 
     def key(self) -> str:
         parts: list[object] = [
@@ -86,16 +93,10 @@ class World:
             sorted(self.lives.items()),
         ]
         parts.append(sorted((me, key, sorted(by)) for me, (key, by) in self.got.items()))
-        for me, m in sorted(self.members.items()):
-            reports = sorted(m.reports.items())
-            votes = sorted((step, tuple(sorted(of))) for step, of in m.votes.items())
-            sets = (
-                *(tuple(sorted(those)) for those in (m.lost, m.dead, m.left)),
-                m.told and (m.told[0], tuple(sorted(m.told[1]))),
-            )
-            met = sorted((guest, tuple(sorted(by))) for guest, by in m.met.items())
-            parts.append((me, m.epoch, m.step, m.phase, sets, votes, _flat(reports), _flat(m.early)))
-            parts.append((m.blank, m.joined, m.committed is None, sorted(m.guests.items()), met))
+        for me, member in sorted(self.members.items()):
+            if me not in self.parts:
+                self.parts[me] = _part(member)
+            parts.append(self.parts[me])
         parts.append(sorted((pair, _flat(queue)) for pair, queue in self.channels.items() if queue))
         return repr(parts)
 
@@ -123,7 +124,7 @@ class World:
             if member.phase == WORKING and not member.blank and member.step < self.steps:
                 yield self._voted(me)
                 after = self.copy()
-                sends = after.members[me].admit()
+                sends = after.own(me).admit()
                 if after.members[me].phase != WORKING or sends:
                     after.send(me, sends)
                     yield after
@@ -136,7 +137,7 @@ class World:
 
     def _voted(self, me: int) -> World:
         after = self.copy()
-        member = after.members[me]
+        member = after.own(me)
         if member.joined and me not in member.joined and after.given.get(me) != member.epoch.key:
             after.given[me] = member.epoch.key
             for newcomer in member.joined:
@@ -146,7 +147,7 @@ class World:
 
     def _received(self, sender: int, to: int) -> World:
         after = self.copy()
-        message, receiver = after.channels[sender, to].pop(0), after.members[to]
+        message, receiver = after.channels[sender, to].pop(0), after.own(to)
         if message in (_END, _BROKEN, _DROPPED):
             after.links.discard((to, sender))
             after.dropped |= {(to, sender)} if message == _DROPPED else set()
@@ -154,9 +155,10 @@ class World:
         elif isinstance(message, Up):
             if self.lives.get(sender) == message.life:  # else it has been killed already
                 after.links |= {(to, sender), (sender, to)}
-                after.members[sender].connect(to)
+                newcomer = after.own(sender)
+                newcomer.connect(to)
                 if receiver.phase == JOINING:
-                    after.send(sender, after.members[sender].reach(to, after.lives[to]))
+                    after.send(sender, newcomer.reach(to, after.lives[to]))
             receiver.connect(sender)
             after.send(to, receiver.reach(sender, message.life))
         elif isinstance(message, State):
@@ -175,7 +177,7 @@ class World:
         epoch, by = self.got.get(me, ((0, 0), frozenset()))
         donors = set(member.epoch.members) - set(member.joined)
         if member.blank and member.phase == WORKING and epoch == member.epoch.key and donors <= by:
-            member.fill()
+            self.own(me).fill()
             self.joined += 1
 
     def _killed(self, me: int) -> Iterator[World]:
@@ -196,7 +198,7 @@ class World:
     def _without(self, me: int) -> World:
         after = self.copy()
         del after.members[me]
-        for about in (after.given, after.got, after.lives):
+        for about in (after.given, after.got, after.lives, after.parts):
             about.pop(me, None)
         after.channels = {pair: queue for pair, queue in after.channels.items() if pair[1] != me}
         after.links = {pair for pair in after.links if pair[0] != me}
@@ -206,7 +208,7 @@ class World:
         """A worker that has done all steps: all that it has sent arrives."""
         after = self.copy()
         after.leaves -= 1
-        after.send(me, after.members[me].leave())
+        after.send(me, after.own(me).leave())
         for other in after.members:
             after.put(me, other, _END)
         after = after._without(me)
@@ -251,11 +253,23 @@ class World:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Member):
-        return Member(**{f.name: _copied(getattr(value, f.name)) for f in dataclasses.fields(value)})
-    if isinstance(value, dict):
+    if type(value) is Member:
+        return Member(**{name: _copied(held) for name, held in vars(value).items()})
+    if type(value) is dict:
         return {key: _copied(entry) for key, entry in value.items()}
-    return type(value)(value) if isinstance(value, set | list) else value
+    return value.copy() if type(value) in (set, list) else value
+
+
+def _part(m: Member) -> str:
+    reports = sorted(m.reports.items())
+    votes = sorted((step, tuple(sorted(of))) for step, of in m.votes.items())
+    sets = (
+        *(tuple(sorted(those)) for those in (m.lost, m.dead, m.left)),
+        m.told and (m.told[0], tuple(sorted(m.told[1]))),
+    )
+    met = sorted((guest, tuple(sorted(by))) for guest, by in m.met.items())
+    first = (m.me, m.epoch, m.step, m.phase, sets, votes, _flat(reports), _flat(m.early))
+    return repr((first, m.blank, m.joined, m.committed is None, sorted(m.guests.items()), met))
 
 
 def _flat(value: object) -> str:
