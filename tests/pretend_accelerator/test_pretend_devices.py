@@ -51,24 +51,28 @@ def test_cases(cases: Path) -> None:
     run_pytest(["-o", "python_files=cases_*.py", str(cases)], PRETEND)
 
 
-SUITES = ["variables", "gradients", "strategies"]
-SAME_ON_ONE = ("central_own_settings", "central_own_writes", "compiled_steps")
-"""Files of ``tests/strategies`` that one device shows nothing else in: under central storage of several replicas the
-parameters are on the CPU and each replica has an inside of its own, whichever devices compute, and what is compiled
-for several replicas of one device is so on the CPU."""
+SAME = ("strategies/test_central_own_settings.py", "variables/test_freed_with_the_strategy.py")
+"""What no device shows anything else in: settings of optimizers on the CPU, and objects of Python."""
+SAME_ON_ONE = (*SAME, "strategies/test_central_own_writes.py", "strategies/test_compiled_steps.py")
+"""The same of one device: under central storage of several replicas the parameters are on the CPU and each replica has
+an inside of its own, whichever devices compute, and what is compiled for several replicas of one device is so on the
+CPU."""
 LAYOUTS = {"two devices": "pretend:0,pretend:1", "one device": "pretend:0#0,pretend:0#1"}
+SUITES = {
+    "two devices": (["variables", "gradients", "strategies"], SAME),
+    "one device": (["gradients", "strategies"], SAME_ON_ONE),
+}
 
 
 @pytest.mark.parametrize("layout", ["two devices", pytest.param("one device", marks=pytest.mark.slow)])
 def test_suites(layout: str) -> None:
     """The suites' own tests, with their replicas on devices (``tests/on_devices.py``)."""
-    left_out = [f"--ignore=tests/strategies/test_{name}.py" for name in SAME_ON_ONE if layout == "one device"]
-    run_pytest(
-        ["-m", "not distributed and not gpu and not xla", *left_out, *(f"tests/{name}" for name in SUITES)],
-        {on_devices.VARIABLE: LAYOUTS[layout]},
-    )
+    suites, same = SUITES[layout]
+    chosen = [*(f"--ignore=tests/{name}" for name in same), *(f"tests/{name}" for name in suites)]
+    run_pytest(["-m", "not distributed and not gpu and not xla", *chosen], {on_devices.VARIABLE: LAYOUTS[layout]})
 
 
+TWO_DEVICES = {on_devices.VARIABLE: LAYOUTS["two devices"]}
 # What a run of all tests does of the other suites; docs/gpus.md says when all of each was run.
 MORE = {
     "input": [""],
@@ -80,34 +84,27 @@ PARITY = "not test_central_parity and not test_parity or adam and fp64 and (mlp 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_more_suites(layout: str) -> None:
+def test_more_suites() -> None:
     """Batches of every layout, checkpoints, optimizers, and models that train as on one device."""
     files = [f"tests/{folder}/{file}" for folder, names in MORE.items() for file in names]
-    run_pytest(["-m", "not distributed and not slow", "-k", PARITY, *files], {on_devices.VARIABLE: LAYOUTS[layout]})
+    run_pytest(["-m", "not distributed and not slow", "-k", PARITY, *files], TWO_DEVICES)
 
 
 @pytest.mark.slow
 def test_random_programs() -> None:
     """Programs that nobody has written, on replicas."""
-    few = {"TFSTYLE_RANDOM_PROGRAMS": "20", on_devices.VARIABLE: LAYOUTS["two devices"]}
+    few = {"TFSTYLE_RANDOM_PROGRAMS": "20", **TWO_DEVICES}
     run_pytest(
         ["-k", "test_programs and not central and not ranks", "tests/random_programs/test_random_programs.py"], few
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "names"), [("two devices", ("parity", "loops", "metrics", "train_steps")), ("one device", ("parity",))]
-)
-def test_keras(layout: str, names: tuple[str, ...]) -> None:
+def test_keras() -> None:
     """``fit``, metrics, regularizers, loops and steps of one's own, without the one of 800 steps."""
-    files = [f"tests/integrations/test_keras_{name}.py" for name in names]
+    files = [f"tests/integrations/test_keras_{name}.py" for name in ("parity", "loops", "metrics", "train_steps")]
     chosen = "(mirrored_2] or test_keras_loops) and not whose_result_is_its_state"
-    run_pytest(
-        ["-m", "not distributed", "-k", chosen, *files],
-        {on_devices.VARIABLE: LAYOUTS[layout]},
-    )
+    run_pytest(["-m", "not distributed", "-k", chosen, *files], TWO_DEVICES)
 
 
 @pytest.mark.slow
@@ -119,9 +116,7 @@ def test_ranks_of_the_suites() -> None:
         "strategies/test_sync_batch_norm.py",
         "checkpoint/test_checkpoint_ranks.py",
     ]
-    run_pytest(
-        ["-m", "distributed", *(f"tests/{file}" for file in files)], {on_devices.VARIABLE: LAYOUTS["two devices"]}
-    )
+    run_pytest(["-m", "distributed", *(f"tests/{file}" for file in files)], TWO_DEVICES)
 
 
 @pytest.mark.slow
@@ -131,10 +126,7 @@ def test_models_in_parts_and_keras_on_ranks() -> None:
     files = ["integrations/test_keras_parity.py"]
     if torch.__version__ >= (2, 10):  # before, collectives of DTensor know no backend written in Python
         files.append("model_parallel/test_partition.py")
-    run_pytest(
-        ["-m", "distributed", "-k", names, *(f"tests/{file}" for file in files)],
-        {on_devices.VARIABLE: LAYOUTS["two devices"]},
-    )
+    run_pytest(["-m", "distributed", "-k", names, *(f"tests/{file}" for file in files)], TWO_DEVICES)
 
 
 @pytest.mark.slow
