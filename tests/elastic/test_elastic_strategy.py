@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import pytest
@@ -51,6 +52,28 @@ def test_it_computes_what_one_process_with_as_many_replicas_computes(strategy: A
             _train(one, _batches(one, 3), model, optimizer)
             found.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def test_a_thread_that_a_step_waits_for_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFSTYLE_TIMEOUT_SECONDS", "2")
+    raised: list[BaseException] = []
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+
+        def other() -> None:
+            try:
+                strategy.run(lambda: None)
+            except tfd.errors.DeadlineExceededError as error:
+                raised.append(error)
+
+        def step() -> bool:
+            thread = threading.Thread(target=other, daemon=True)
+            if tfd.get_replica_context().replica_id_in_sync_group == 0:
+                thread.start()
+                thread.join(20)
+            return thread.is_alive()
+
+        assert strategy.experimental_local_results(strategy.run(step))[0] is False
+    assert "for the run of another thread" in str(raised[0])
 
 
 def test_results_of_all_replicas_come_back(strategy: Any) -> None:

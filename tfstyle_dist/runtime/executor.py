@@ -6,17 +6,16 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.devices import ReplicaDevice, is_accelerator, made_current
 from tfstyle_dist.core.errors import ReplicaAborted
 from tfstyle_dist.runtime import interrupts, turn_reports
 from tfstyle_dist.runtime.ambient import Ambient
 from tfstyle_dist.runtime.clocks import STOPPED, Clock
+from tfstyle_dist.runtime.one_run import OneRun
 from tfstyle_dist.runtime.openmp_pools import OpenMPPools
 from tfstyle_dist.runtime.replica_run import Content
 from tfstyle_dist.runtime.team import Core, Job, Team
@@ -37,6 +36,7 @@ class ReplicaExecutor:
 
     Attributes:
         content: what objects hold for each replica.
+        one_run: what lets one thread run at a time; executors of the same objects share it.
     """
 
     def __init__(
@@ -49,36 +49,9 @@ class ReplicaExecutor:
         self.content = Content()
         self._pools = OpenMPPools([device.type for device in devices].count("cpu"))
         self._teams: list[Team] = []
-        self._run_lock = threading.RLock()
-        self._current: TurnRun | None = None
-        self._thread = 0  # which made the current run
+        self.one_run = OneRun(timeout)
         self._pid = os.getpid()
         self._closed, self._under_way = False, 0
-
-    def exclusive(self) -> AbstractContextManager[Any]:
-        """One run at a time, whichever thread makes it: there is one set of objects, and one count of what they do.
-
-        The lock itself: a context manager around it would leave moments for a Ctrl-C in which nobody lets it go.
-
-        Raises:
-            DeadlineExceededError: in the run of another thread no turn passed within the timeout, as in a step that
-                waits for this thread. What is done once for all replicas, as in ``merge_call``, may take longer.
-        """
-        if self._pid != os.getpid():  # threads and their locks do not survive a fork
-            self._teams, self._pid, self._run_lock, self._current = [], os.getpid(), threading.RLock(), None
-        if self._current is not None and self._thread != threading.get_ident():
-            self._wait_for_other_thread()
-        return self._run_lock
-
-    def _wait_for_other_thread(self) -> None:
-        seen, deadline = (self._current, -1), Deadline(self._timeout)
-        while not self._run_lock.acquire(timeout=-1 if (pause := deadline.pause()) is None else pause):
-            run = self._current
-            if run is not None and (run.acting is not None or (run, run.turn.passes) != seen):
-                seen, deadline = (run, run.turn.passes), run.turn.deadline(self._timeout, interrupted=False)
-            elif deadline.passed():
-                raise turn_reports.other_thread_runs(deadline, () if run is None else run.threads)
-        self._run_lock.release()
 
     def run(self, functions: Sequence[Callable[[TurnRun], Any]]) -> list[Any]:
         """Calls each function with the run object; returns their results in replica order.
@@ -94,7 +67,9 @@ class ReplicaExecutor:
         if self._places:
             torch_internals.share_graph_trees()
         signals, this = interrupts.of_this_thread(), object()
-        with self.exclusive():
+        with self.one_run.exclusive():
+            if self._pid != os.getpid():  # threads do not survive a fork
+                self._teams, self._pid = [], os.getpid()
             self._under_way += 1
             try:
                 signals.begin(this)
@@ -125,13 +100,13 @@ class ReplicaExecutor:
         under_way.append(run)
         team.cores[0] = Core()
         run.cores, run.turn.ends_pools = team.cores, self._pools.begin()
-        outer, self._current, self._thread = self._current, run, threading.get_ident()
+        outer = self.one_run.begin(run)
         try:
             self.content.switch(0)
             with made_current(self._devices[0]):
                 self._call(run, 0, functions[0], outcomes, signals)
         finally:
-            self._current = outer
+            self.one_run.current = outer
             self.content.switch(None)
             if run.error is not None:
                 self.content.fail()

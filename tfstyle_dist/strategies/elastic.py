@@ -176,6 +176,7 @@ class ElasticSteps:
                 self._executor[1].close()
             executor = ReplicaExecutor([self._worker.devices[r] for r in held], self._worker.timeout)
             executor.content = HeldContent(self._strategy.parameter_store.contents, held)
+            executor.one_run = self._worker.executor.one_run
             self._executor = held, executor
         return self._executor[1]
 

@@ -92,8 +92,8 @@ def run(
                 f"inside merge_call."
             )
     arguments, keywords = check_arguments(fn, args, kwargs)
-    exclusive = nullcontext() if strategy.parameter_store.contents is None else strategy.worker.executor.exclusive()
-    with exclusive:  # a thread may train while another one evaluates
+    shares, one_run = strategy.parameter_store.contents is not None, strategy.worker.executor.one_run
+    with one_run.exclusive() if shares else nullcontext():  # a thread may train while another one evaluates
         return strategy._run(fn, arguments, keywords)
 
 
