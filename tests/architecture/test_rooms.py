@@ -92,15 +92,21 @@ def test_every_module_of_elastic_jobs_is_in_the_table() -> None:
 
 
 def test_folders_of_elastic_jobs_use_those_below_them() -> None:
-    below = {"steps": {"membership", "state", "connections"}, "membership": {"connections"}, "state": {"connections"}}
+    below = {
+        "steps": {"membership", "state", "connections"},
+        "membership": {"connections"},
+        "state": {"connections"},
+        "connections": set(),
+    }
     wrong = []
     for file in room_files():
         _, room, *rest = [*file.name.split("."), ""]
         if room != "elastic" or len(rest) < 3:
             continue
-        for imported in file.imports():
-            parts = imported.base.split(".")
-            if parts[:2] == [PACKAGE, room] and parts[2:3] not in (["options"], [rest[0]]):
-                if len(parts) < 3 or parts[2] not in below.get(rest[0], set()):
-                    wrong.append(f"{file.where}:{imported.line}: {imported.module}")
+        allowed = {"options", rest[0], *below[rest[0]]}
+        wrong += [
+            f"{file.where}:{imported.line}: {imported.module}"
+            for imported in file.imports()
+            if starts_with(imported.base, f"{PACKAGE}.elastic") and [*imported.base.split("."), ""][2] not in allowed
+        ]
     assert not wrong, "\n".join(wrong)

@@ -15,7 +15,7 @@ from tfstyle_dist.gradients.optimizer_step import TOLD_BY_SCALERS, UpdateRunner,
 from tfstyle_dist.gradients.update_shards import has_step_hooks, is_divided, is_elementwise
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.server.optimizer_rules import name_of
-from tfstyle_dist.strategies.state_on_servers import ServerState
+from tfstyle_dist.strategies.parameter_server.optimizer_state import ServerState
 from tfstyle_dist.variables import Record
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import raw
@@ -23,7 +23,7 @@ from tfstyle_dist.variables.record import raw
 _hooks_of = attrgetter(*torch_internals.HOOKS)
 
 if TYPE_CHECKING:
-    from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+    from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 
 
 def check_parameters(optimizer: Any, told: MutableMapping[Any, Any]) -> None:

@@ -25,12 +25,12 @@ from tfstyle_dist.parameter_server.client.remote_store import RemoteStore
 from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.strategies import on_servers
 from tfstyle_dist.strategies.base import Strategy
-from tfstyle_dist.strategies.optimizer_settings import changes, hyperparameters, references_of
-from tfstyle_dist.strategies.parameter_server_options import checked_staleness, snapshot_options, wire_options
-from tfstyle_dist.strategies.push_runner import PushRunner, check_hooks, check_parameters
-from tfstyle_dist.strategies.state_on_servers import keep_on_servers
+from tfstyle_dist.strategies.parameter_server.checked_options import checked_staleness, snapshot_options, wire_options
+from tfstyle_dist.strategies.parameter_server.extended_on_servers import ExtendedOnServers, warned_on_the_chief
+from tfstyle_dist.strategies.parameter_server.optimizer_settings import changes, hyperparameters, references_of
+from tfstyle_dist.strategies.parameter_server.optimizer_state import keep_on_servers
+from tfstyle_dist.strategies.parameter_server.push_runner import PushRunner, check_hooks, check_parameters
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.creation import VariableSpec
 
@@ -80,7 +80,7 @@ class ParameterServerStrategy(Strategy):
     """
 
     _own_cluster: LocalCluster | None = None
-    run, reduce = on_servers.warned_on_the_chief(Strategy.run), on_servers.warned_on_the_chief(Strategy.reduce)
+    run, reduce = warned_on_the_chief(Strategy.run), warned_on_the_chief(Strategy.reduce)
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class ParameterServerStrategy(Strategy):
         self.context = zeromq_sockets.new_context()
         self.servers = Servers.of(self.context, self.cluster["ps"], handshake, env.timeout(), self.wire_options)
         worker = Worker((device_names.parse("cpu:0"),), SingleGroup(), env.timeout())
-        super().__init__(on_servers.ExtendedOnServers(worker))
+        super().__init__(ExtendedOnServers(worker))
         self.parameter_store = self.remote_store = RemoteStore(self, worker, self.servers, partitioner)
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.known_optimizers: dict[int, Any] = {}

@@ -9,10 +9,10 @@ import torch
 
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.server.optimizer_rules import name_of
-from tfstyle_dist.strategies.state_on_servers import send_state
+from tfstyle_dist.strategies.parameter_server.optimizer_state import send_state
 
 if TYPE_CHECKING:
-    from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+    from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:

@@ -17,7 +17,7 @@ from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.variables.known_tensors import find_record
 
 if TYPE_CHECKING:
-    from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+    from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 
 
 def keep_on_servers(strategy: ParameterServerStrategy, optimizer: Any, number: int) -> None:
