@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.elastic.steps.serialized_leaves import Described, Reader, describe
+from tfstyle_dist.elastic.steps.serialized_leaves import Described, LeafReader, describe
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.variables.record import Record
 
@@ -44,7 +44,7 @@ class GradientExchange:
         described, tensors = describe([grad for _, grad, _ in given.values()])
         return numbers, described, tensors
 
-    def take(self, replica: int, own: int, numbers: Sequence[Any], described: Described, reader: Reader) -> Touched:
+    def take(self, replica: int, own: int, numbers: Sequence[Any], described: Described, reader: LeafReader) -> Touched:
         """What a replica of another worker gave, as if it had run here.
 
         Args:
@@ -80,7 +80,7 @@ class GradientExchange:
         return list(found), described, tensors
 
     def take_old(
-        self, replica: int, missing: Iterable[int], numbers: Sequence[int], described: Described, reader: Reader
+        self, replica: int, missing: Iterable[int], numbers: Sequence[int], described: Described, reader: LeafReader
     ) -> None:
         """What a replica of another worker has of these; nothing of all others that are missing.
 

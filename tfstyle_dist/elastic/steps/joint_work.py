@@ -14,7 +14,7 @@ from tfstyle_dist.elastic.membership.membership import Membership
 from tfstyle_dist.elastic.state.tensor_numbers import TensorNumbers
 from tfstyle_dist.elastic.steps import gradient_exchange
 from tfstyle_dist.elastic.steps.gradient_exchange import GradientExchange
-from tfstyle_dist.elastic.steps.serialized_leaves import Reader, check_same_everywhere, describe
+from tfstyle_dist.elastic.steps.serialized_leaves import LeafReader, check_same_everywhere, describe
 from tfstyle_dist.elastic.steps.step_random import StepRandomStreams
 from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.variables.store import ParameterStore
@@ -111,11 +111,11 @@ class JointWork:
         told: dict[int, Any],
         tensors: list[torch.Tensor],
         tensor_of: Callable[[int], torch.Tensor] | None = None,
-    ) -> Iterator[tuple[int, Any, Reader]]:
+    ) -> Iterator[tuple[int, Any, LeafReader]]:
         """Tells all workers something of each replica here; gives what the others tell of theirs, by replica."""
         packet = Packet({"replicas": {str(replica): what for replica, what in told.items()}}, tensors)
         for member, came in self._membership.gather(kind, packet).items():
-            reader = Reader(came.tensors, tensor_of)
+            reader = LeafReader(came.tensors, tensor_of)
             for name, what in came.header["replicas"].items() if member != self._membership.me else ():
                 yield int(name), what, reader
 

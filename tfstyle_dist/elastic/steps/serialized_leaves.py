@@ -65,7 +65,7 @@ def _share(examples: int, division: list[Any] | None) -> Share:
     return Share(examples, None if division is None else Division(*division))
 
 
-class Reader:
+class LeafReader:
     """Takes leaves from what came.
 
     Args:

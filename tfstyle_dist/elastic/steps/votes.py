@@ -18,7 +18,7 @@ from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.elastic.connections.packets import JSON_TYPES, Packet
 from tfstyle_dist.elastic.state.replica_state import Known, ReplicaStates, count_tensors, place_of
-from tfstyle_dist.elastic.steps.serialized_leaves import Reader, describe
+from tfstyle_dist.elastic.steps.serialized_leaves import LeafReader, describe
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.content.contents import ReplicaContents
 from tfstyle_dist.variables.replicated import Replicated
@@ -99,7 +99,7 @@ class Votes:
         mine, spec = nest.flatten(results[0])
         found: list[Any] = [None] * self._replicas
         for member, packet in votes.items():
-            reader = Reader(packet.tensors)
+            reader = LeafReader(packet.tensors)
             for name, (what, states) in packet.header["replicas"].items():
                 replica = int(name)
                 leaves = reader.leaves(what, mine, "results of run")
