@@ -81,7 +81,32 @@ def test_the_stops_of_the_walks_exist() -> None:
 
 def test_every_module_of_elastic_jobs_is_in_the_table() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = page.partition("| module of `elastic/` |")[2].partition("\n\n")[0]
-    there = {file.path.name for file in room_files() if starts_with(file.name, f"{PACKAGE}.elastic")} - {"__init__.py"}
-    named = set(re.findall(r"`(\w+\.py)`", table))
-    assert named == there, f"in one of both only: {sorted(named ^ there)}"
+    table = page.partition("| folder of `elastic/` |")[2].partition("\n\n")[0]
+    named, folder = [], ""
+    for place, modules in re.findall(r"^\|([^|]*)\|([^|]*\.py`) \|", table, re.MULTILINE):
+        folder = place.strip(" `") or folder
+        named += [folder + module for module in re.findall(r"`(\w+\.py)`", modules)]
+    room = ROOT / PACKAGE / "elastic"
+    there = {str(path.relative_to(room)) for path in room.rglob("*.py") if path.name != "__init__.py"}
+    assert sorted(named) == sorted(there), f"in one of both only: {sorted(set(named) ^ there)}"
+
+
+def test_folders_of_elastic_jobs_use_those_below_them() -> None:
+    below = {
+        "steps": {"membership", "state", "connections"},
+        "membership": {"connections"},
+        "state": {"connections"},
+        "connections": set(),
+    }
+    wrong = []
+    for file in room_files():
+        _, room, *rest = [*file.name.split("."), ""]
+        if room != "elastic" or len(rest) < 3:
+            continue
+        allowed = {"options", rest[0], *below[rest[0]]}
+        wrong += [
+            f"{file.where}:{imported.line}: {imported.module}"
+            for imported in file.imports()
+            if starts_with(imported.base, f"{PACKAGE}.elastic") and [*imported.base.split("."), ""][2] not in allowed
+        ]
+    assert not wrong, "\n".join(wrong)

@@ -159,7 +159,7 @@ def wait_for_the_lost(strategy: Any, step: int) -> None:
         return
     while (
         len(member.epoch.members) < int(os.environ.get("WORKERS", "4"))
-        and not member._welcome()
+        and not member.admissible()
         and time.monotonic() < end
     ):
         time.sleep(0.01)

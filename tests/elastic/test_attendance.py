@@ -15,14 +15,15 @@ from until import wait_until
 from tfstyle_dist.core import network
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import PeerLostError
-from tfstyle_dist.elastic import greeting, troubles
-from tfstyle_dist.elastic.entrance import Entrance
-from tfstyle_dist.elastic.links import Links
-from tfstyle_dist.elastic.membership import Membership, MembershipChanged
-from tfstyle_dist.elastic.messages import Epoch
+from tfstyle_dist.elastic.connections import peer_handshake
+from tfstyle_dist.elastic.connections.connection_loop import ConnectionLoop
+from tfstyle_dist.elastic.connections.packets import Packet
+from tfstyle_dist.elastic.membership import error_texts
+from tfstyle_dist.elastic.membership.membership import Membership, MembershipChanged
+from tfstyle_dist.elastic.membership.protocol import Member
+from tfstyle_dist.elastic.membership.protocol_messages import Epoch
+from tfstyle_dist.elastic.membership.startup import Startup
 from tfstyle_dist.elastic.options import Elastic
-from tfstyle_dist.elastic.packets import Packet
-from tfstyle_dist.elastic.protocol import Member
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT = timedelta(seconds=300)
@@ -67,13 +68,13 @@ def test_a_worker_that_comes_back_is_not_taken_for_the_one_that_was_lost(address
     wait_until(lambda: _has_lost(zero, 1))
     with zero._changed:
         one = Membership(1, addresses, Elastic(replicas=4), LIMIT)
-        wait_until(lambda: 1 in zero._links.known())
+        wait_until(lambda: 1 in zero._connections.known())
         zero._send([])
     try:
         looked = threading.Event()
-        zero._links._order(looked.set)
+        zero._connections._order(looked.set)
         assert looked.wait(60)
-        assert zero._links.known() == [1]
+        assert zero._connections.known() == [1]
         one.start(LIMIT)
         assert one.came_back
     finally:
@@ -90,21 +91,21 @@ def test_an_order_to_close_a_connection_is_for_that_one(addresses: list[Any]) ->
     """Another process has the number by the time when it is carried out."""
     zero, one = _started(addresses, 0, 1)
     hold, held = threading.Event(), threading.Event()
-    zero._links._order(lambda: (held.set(), hold.wait(60)))  # type: ignore[func-returns-value]
+    zero._connections._order(lambda: (held.set(), hold.wait(60)))  # type: ignore[func-returns-value]
     assert held.wait(60)
-    zero._links.drop(1)
-    orders, zero._links._orders = zero._links._orders, []
+    zero._connections.drop(1)
+    orders, zero._connections._orders = zero._connections._orders, []
     hold.set()
     one.close()
     one = Membership(1, addresses, Elastic(replicas=4), LIMIT)
     try:
         one.start(LIMIT)
         for order in orders:
-            zero._links._order(order)
+            zero._connections._order(order)
         looked = threading.Event()
-        zero._links._order(looked.set)
+        zero._connections._order(looked.set)
         assert looked.wait(60)
-        assert zero._links.known() == [1]
+        assert zero._connections.known() == [1]
     finally:
         zero.close()
         one.close()
@@ -115,19 +116,19 @@ def test_a_successor_says_that_the_process_before_it_is_gone(
 ) -> None:
     """On another host that did not say so itself, long after the connection was lost."""
     places = iter(["one host", "another host", "another host"])
-    monkeypatch.setattr(greeting, "place", lambda: next(places))
+    monkeypatch.setattr(peer_handshake, "place", lambda: next(places))
     zero, one = (Membership(number, addresses, Elastic(replicas=4), LIMIT) for number in (0, 1))
     starts = threading.Thread(target=zero.start, args=(LIMIT,))
     starts.start()
     one.start(LIMIT)
     starts.join()
-    zero._links.drop(1)
+    zero._connections.drop(1)
     wait_until(lambda: _has_lost(zero, 1))
     one.close()
-    zero._links._unsure[1].heard -= 10_000
+    zero._connections._unsure[1].heard -= 10_000
     for _ in range(2):  # the thread has looked again between the two
         looked = threading.Event()
-        zero._links._order(looked.set)
+        zero._connections._order(looked.set)
         assert looked.wait(60)
     assert zero.members == (0, 1)
     one = Membership(1, addresses, Elastic(replicas=4), LIMIT)
@@ -138,26 +139,26 @@ def test_a_successor_says_that_the_process_before_it_is_gone(
         one.close()
 
 
-def _waits(number: int, others: int) -> Entrance:
+def _waits(number: int, others: int) -> Startup:
     """Of a worker that has a connection to some of four."""
-    entrance = Entrance(number, [(f"host-{each}", 80) for each in range(4)])
-    entrance.up |= set(range(others + 1))
-    return entrance
+    startup = Startup(number, [(f"host-{each}", 80) for each in range(4)])
+    startup.up |= set(range(others + 1))
+    return startup
 
 
 def test_the_error_of_a_start_names_who_is_missing() -> None:
     limit = Deadline(timedelta(seconds=1))
-    text = troubles.did_not_start(0, _waits(0, 2), limit)
+    text = error_texts.did_not_start(0, _waits(0, 2), limit)
     assert "1 of 4 absent, waited for by worker 0.\n  worker 3 at host-3:80\n" in text
 
 
 def test_the_error_of_a_start_names_who_has_no_connection_to_another() -> None:
-    limit, entrance = Deadline(timedelta(seconds=1)), _waits(0, 3)
-    entrance.take(2, Packet({"is": "ready"}))
-    text = troubles.did_not_start(0, entrance, limit)
+    limit, startup = Deadline(timedelta(seconds=1)), _waits(0, 3)
+    startup.take(2, Packet({"is": "ready"}))
+    text = error_texts.did_not_start(0, startup, limit)
     assert "2 of 4 have not said that they have a connection to all others" in text
     assert "\n  worker 1 at host-1:80\n  worker 3 at host-3:80\n" in text
-    text = troubles.did_not_start(2, _waits(2, 3), limit)
+    text = error_texts.did_not_start(2, _waits(2, 3), limit)
     assert "worker 0 has not said that the job begins, waited for by worker 2.\n  worker 0 at host-0:80\n" in text
 
 
@@ -181,7 +182,7 @@ def test_a_worker_that_was_cut_off_is_told_that_the_others_go_on(alone: int) -> 
     try:
         for member in members:
             far = [alone] if member.me != alone else [other.me for other in others]
-            member._links._order(lambda links=member._links, far=far: _cut_off(links, far, silent))
+            member._connections._order(lambda loop=member._connections, far=far: _cut_off(loop, far, silent))
         for member in others:
             wait_until(lambda member=member: member.view().epoch.members == tuple(other.me for other in others))
         with pytest.raises(PeerLostError, match=rf"Worker {alone} was given up by worker .*went on without it"):
@@ -191,11 +192,11 @@ def test_a_worker_that_was_cut_off_is_told_that_the_others_go_on(alone: int) -> 
             member.close()
 
 
-def _cut_off(links: Links, far: list[int], silent: threading.Barrier) -> None:
+def _cut_off(loop: ConnectionLoop, far: list[int], silent: threading.Barrier) -> None:
     """Gives connections up, without that the other ends could hear of it."""
     silent.wait(60)
     for rank in far:
-        links._gone(links._open.get(rank))
+        loop._gone(loop._open.get(rank))
     silent.wait(60)  # now all are gone, and they are dialled again
 
 
@@ -215,9 +216,9 @@ def test_the_last_step_of_one_that_has_ended_is_done_by_all(monkeypatch: pytest.
     addresses = [("127.0.0.1", port) for port in network.free_ports(3)]
     zero, *others = made = _started(addresses, 0, 1, 2, min_workers=3)
     for one in others:
-        send = one._links.send
+        send = one._connections.send
         monkeypatch.setattr(
-            one._links,
+            one._connections,
             "send",
             lambda other, packet, send=send: None if other and packet.header["is"] == "vote" else send(other, packet),
         )
@@ -238,7 +239,7 @@ def _look_for_ever(membership: Membership) -> None:
         membership.view()
 
 
-def _with_a_guest() -> Member:
+def _with_a_newcomer() -> Member:
     member = Member(0, Epoch(1, 0, (0, 1)))
     member.receive(1, member_vote := member.vote()[0][1])
     assert member_vote.step == 0
@@ -249,7 +250,7 @@ def _with_a_guest() -> Member:
 
 def test_a_loss_alone_lets_nobody_in() -> None:
     """Only a step that begins can give a newcomer the state."""
-    member = _with_a_guest()
+    member = _with_a_newcomer()
     member.lose(1, dead=True)
     assert member.epoch.members == (0,)
     assert member.joined == ()
@@ -259,7 +260,7 @@ def test_a_loss_alone_lets_nobody_in() -> None:
 
 
 def test_a_newcomer_is_new_for_one_step() -> None:
-    member = _with_a_guest()
+    member = _with_a_newcomer()
     member.lose(1, dead=True)
     member.admit()
     vote = member.vote()[0][1]
@@ -289,7 +290,7 @@ def test_who_comes_in_interrupts_no_step_that_has_begun() -> None:
 
     def came_in() -> bool:
         with zero._changed:
-            return zero._running().has_guest
+            return zero._running().has_newcomer
 
     with ThreadPoolExecutor(3) as pool:
         try:
@@ -330,9 +331,9 @@ def test_a_newcomer_with_the_lowest_number_lets_nobody_wait_before_it_has_the_st
                 membership.commit(Packet({}))
                 return view.epoch.members
 
-    def is_welcome(guest: int, leader: Membership) -> bool:
+    def is_admissible(newcomer: int, leader: Membership) -> bool:
         with leader._changed:
-            return leader._running()._welcome() == [guest]
+            return leader._running().admissible() == [newcomer]
 
     with ThreadPoolExecutor(4) as pool:
         try:
@@ -340,9 +341,9 @@ def test_a_newcomer_with_the_lowest_number_lets_nobody_wait_before_it_has_the_st
             zero.start(limit)
             two.start(limit)
             works = [pool.submit(lambda own=own: (own.join(limit), work(own))[1]) for own in (zero, two)]
-            wait_until(lambda: is_welcome(0, one))
+            wait_until(lambda: is_admissible(0, one))
             works.append(pool.submit(work, one))
-            wait_until(lambda: is_welcome(2, zero))
+            wait_until(lambda: is_admissible(2, zero))
             time.sleep(0.2)  # if worker 0 said now that worker 2 comes in before this step, worker 3 would wait for it
             works.append(pool.submit(work, three))
             assert {members[0] for members in (each.result(10) for each in works)} == {0}

@@ -15,11 +15,11 @@ import pytest
 
 from tfstyle_dist.core.logging import _said
 from tfstyle_dist.core.network import free_ports
-from tfstyle_dist.elastic import forks, lookup
-from tfstyle_dist.elastic.doorbell import Doorbell
-from tfstyle_dist.elastic.links import Links
+from tfstyle_dist.elastic.connections import address_lookup, forks
+from tfstyle_dist.elastic.connections.connection_loop import ConnectionLoop
+from tfstyle_dist.elastic.connections.doorbell import Doorbell
+from tfstyle_dist.elastic.connections.packets import MAGIC, PREFIX
 from tfstyle_dist.elastic.options import Elastic
-from tfstyle_dist.elastic.packets import MAGIC, PREFIX
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -67,7 +67,7 @@ def test_a_slow_name_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -
         return ask("127.0.0.1", port, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    asked = lookup.Lookup(("worker-1.example", 80))
+    asked = address_lookup.AddressLookup(("worker-1.example", 80))
     assert asked.found() is None
     assert asked.found() is None
     answer.set()
@@ -76,7 +76,7 @@ def test_a_slow_name_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -
     found = asked.found()
     assert found is not None
     assert found[4] == ("127.0.0.1", 80)
-    assert lookup.Lookup(("127.0.0.1", 80)).found() is not None
+    assert address_lookup.AddressLookup(("127.0.0.1", 80)).found() is not None
 
 
 def written(header: Any, body: int = 0) -> bytes:
@@ -85,7 +85,7 @@ def written(header: Any, body: int = 0) -> bytes:
 
 
 @pytest.fixture
-def links() -> Iterator[tuple[Links, tuple[str, int], threading.Event]]:
+def loop() -> Iterator[tuple[ConnectionLoop, tuple[str, int], threading.Event]]:
     """The connections of worker 0, its address, and whether worker 1 has come."""
     came = threading.Event()
     addresses = [("127.0.0.1", port) for port in free_ports(2, "127.0.0.1")]
@@ -93,7 +93,7 @@ def links() -> Iterator[tuple[Links, tuple[str, int], threading.Event]]:
     def nothing(*_: Any) -> None:
         """Nobody sends or goes."""
 
-    made = Links(0, addresses, "job", Elastic(2), Doorbell(0), lambda _: came.set(), nothing, nothing)
+    made = ConnectionLoop(0, addresses, "job", Elastic(2), Doorbell(0), lambda _: came.set(), nothing, nothing)
     made.start()
     yield made, addresses[0], came
     made.close()
@@ -124,9 +124,9 @@ HELLO, DEEP = hello(1), b"[" * 700 + b"]" * 700
     ],
 )
 def test_a_stranger_is_sent_away_and_the_others_are_let_in(
-    links: tuple[Links, tuple[str, int], threading.Event], sent: bytes
+    loop: tuple[ConnectionLoop, tuple[str, int], threading.Event], sent: bytes
 ) -> None:
-    _, address, came = links
+    _, address, came = loop
     with socket.create_connection(address, 30) as stranger, socket.create_connection(address, 30) as worker:
         stranger.sendall(sent)
         with contextlib.suppress(ConnectionResetError):
@@ -136,11 +136,11 @@ def test_a_stranger_is_sent_away_and_the_others_are_let_in(
 
 
 def test_of_all_strangers_one_line_is_logged(
-    links: tuple[Links, tuple[str, int], threading.Event], caplog: pytest.LogCaptureFixture
+    loop: tuple[ConnectionLoop, tuple[str, int], threading.Event], caplog: pytest.LogCaptureFixture
 ) -> None:
     _said.difference_update(("elastic: a stranger", "elastic: refused"))
     for sent in (written([{"is": "x"}, [["y" * 9000, [1]]]]), hello(1, "z" * 9000)) * 3:
-        with socket.create_connection(links[1], 30) as stranger:
+        with socket.create_connection(loop[1], 30) as stranger:
             stranger.sendall(sent)
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(1) == b""
@@ -152,9 +152,9 @@ def test_of_all_strangers_one_line_is_logged(
 
 
 def test_strangers_that_say_nothing_do_not_take_all_files(
-    links: tuple[Links, tuple[str, int], threading.Event],
+    loop: tuple[ConnectionLoop, tuple[str, int], threading.Event],
 ) -> None:
-    made, address, came = links
+    made, address, came = loop
     with contextlib.ExitStack() as opened:
         strangers = [opened.enter_context(socket.create_connection(address, 30)) for _ in range(200)]
         assert strangers[0].recv(1) == b""
@@ -164,9 +164,9 @@ def test_strangers_that_say_nothing_do_not_take_all_files(
 
 
 def test_a_stranger_that_says_nothing_is_sent_away_in_time(
-    links: tuple[Links, tuple[str, int], threading.Event],
+    loop: tuple[ConnectionLoop, tuple[str, int], threading.Event],
 ) -> None:
-    made, address, came = links
+    made, address, came = loop
     with socket.create_connection(address, 30) as worker, contextlib.ExitStack() as opened:
         worker.sendall(HELLO)
         assert came.wait(30)

@@ -12,7 +12,7 @@ import torch
 
 import tfstyle_dist as tfd
 from tfstyle_dist.core.logging import _said
-from tfstyle_dist.elastic.python_numbers import described, state_of
+from tfstyle_dist.elastic.state.python_random import described, state_of
 from tfstyle_dist.runtime.random_streams import python_state, set_python_state
 
 SCRIPT = "drawing_steps.py"

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 import tfstyle_dist as tfd
-from tfstyle_dist.elastic.membership import MembershipChanged
+from tfstyle_dist.elastic.connections.packets import PREFIX, Packet, decode, encode, lengths
+from tfstyle_dist.elastic.membership.membership import MembershipChanged
 from tfstyle_dist.elastic.options import held_by
-from tfstyle_dist.elastic.packets import PREFIX, Packet, decode, encode, lengths
-from tfstyle_dist.elastic.positions import Positions
+from tfstyle_dist.elastic.state.dataset_positions import DatasetPositions
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -120,7 +120,7 @@ def test_a_worker_that_comes_back_gets_the_order_of_a_dataset_that_nobody_has_be
 
     theirs, mine = made(), made()
     assert not torch.equal(_order(theirs), _order(mine))
-    there, here = Positions(), Positions()
+    there, here = DatasetPositions(), DatasetPositions()
     there.add(theirs)
     here.add(mine)
     here.load(there.state())
@@ -135,7 +135,7 @@ def test_iterators_that_were_made_before_join_all_go_on_where_the_others_are(str
         strategy.experimental_distribute_dataset(TensorDataset(torch.arange(4 * size)), global_batch_size=4)
         for size in sizes
     ]
-    there, here = Positions(), Positions()
+    there, here = DatasetPositions(), DatasetPositions()
     theirs, mine = ([iter(dataset) for dataset in datasets] for _ in range(2))
     for positions, iterators in ((there, theirs), (here, mine)):
         for dataset, iterator in zip(datasets, iterators, strict=True):
@@ -322,7 +322,7 @@ def test_a_worker_that_came_back_and_takes_no_step_says_so(monkeypatch: pytest.M
 
 def test_datasets_are_made_before_join(strategy: Any) -> None:
     dataset = strategy.experimental_distribute_dataset(TensorDataset(torch.arange(4)), global_batch_size=4)
-    positions = Positions()
+    positions = DatasetPositions()
     positions.add(dataset)
     positions.load(positions.state())
     with pytest.raises(tfd.errors.InvalidArgumentError, match="Make all datasets before join"):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tfstyle_dist as tfd
-from tfstyle_dist.elastic.membership import MembershipChanged
-from tfstyle_dist.elastic.values import ValueReader, ValueWriter
+from tfstyle_dist.elastic.membership.membership import MembershipChanged
+from tfstyle_dist.elastic.state.serialized_values import ValueReader, ValueWriter
 
 
 @pytest.fixture

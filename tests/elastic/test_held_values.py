@@ -19,9 +19,9 @@ from torch import nn
 import tfstyle_dist as tfd
 from tfstyle_dist.core import logging
 from tfstyle_dist.core.errors import CollectiveMismatchError
-from tfstyle_dist.elastic.held_values import HeldValues
-from tfstyle_dist.elastic.membership import MembershipChanged
-from tfstyle_dist.elastic.whole_state import WholeState
+from tfstyle_dist.elastic.membership.membership import MembershipChanged
+from tfstyle_dist.elastic.state.held_values import HeldValues
+from tfstyle_dist.elastic.state.whole_state import WholeState
 
 
 class Losses(list[float]):

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tfstyle_dist.elastic.messages import Epoch, Sends
-from tfstyle_dist.elastic.protocol import FROZEN, JOINING, WORKING, Member
+from tfstyle_dist.elastic.membership.member_state import FROZEN, JOINING, WORKING
+from tfstyle_dist.elastic.membership.protocol import Member
+from tfstyle_dist.elastic.membership.protocol_messages import Epoch, Sends
 
 _END = "end of the connection"
 _BROKEN = "end of the connection, and the other process may live"
@@ -267,9 +268,9 @@ def _part(m: Member) -> str:
         *(tuple(sorted(those)) for those in (m.lost, m.dead, m.left)),
         m.told and (m.told[0], tuple(sorted(m.told[1]))),
     )
-    met = sorted((guest, tuple(sorted(by))) for guest, by in m.met.items())
+    met = sorted((newcomer, tuple(sorted(by))) for newcomer, by in m.met.items())
     first = (m.me, m.epoch, m.step, m.phase, sets, votes, _flat(reports), _flat(m.early))
-    return repr((first, m.blank, m.joined, m.committed is None, sorted(m.guests.items()), met))
+    return repr((first, m.blank, m.joined, m.committed is None, sorted(m.newcomers.items()), met))
 
 
 def _flat(value: object) -> str:

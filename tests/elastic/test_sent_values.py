@@ -12,10 +12,10 @@ import torch
 
 import tfstyle_dist as tfd
 from tfstyle_dist.core.errors import CollectiveMismatchError, InvalidArgumentError
-from tfstyle_dist.elastic.packets import PREFIX, Packet, decode, encode, lengths
-from tfstyle_dist.elastic.replica_state import ReplicaStates
-from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
-from tfstyle_dist.elastic.votes import Votes, fingerprint
+from tfstyle_dist.elastic.connections.packets import PREFIX, Packet, decode, encode, lengths
+from tfstyle_dist.elastic.state.replica_state import ReplicaStates
+from tfstyle_dist.elastic.state.serialized_values import MISSING, ValueReader, ValueWriter
+from tfstyle_dist.elastic.steps.votes import Votes, fingerprint
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.content.contents import ReplicaContents
 

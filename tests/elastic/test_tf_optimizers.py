@@ -13,8 +13,8 @@ import torch
 
 import tfstyle_dist as tfd
 from tfstyle_dist import train
-from tfstyle_dist.elastic.membership import MembershipChanged
-from tfstyle_dist.elastic.votes import settings_of
+from tfstyle_dist.elastic.membership.membership import MembershipChanged
+from tfstyle_dist.elastic.steps.votes import settings_of
 
 pytestmark = pytest.mark.timeout(120)
 

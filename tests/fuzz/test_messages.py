@@ -12,7 +12,7 @@ from inputs import DEEP, altered, bounded, json_texts, nearly, values
 
 from tfstyle_dist.coordinator import messages
 from tfstyle_dist.core.errors import CancelledError, DataLossError, InvalidArgumentError, NotFoundError
-from tfstyle_dist.elastic.packets import PREFIX, Packet, decode, encode, room_for
+from tfstyle_dist.elastic.connections.packets import PREFIX, Packet, decode, encode, room_for
 from tfstyle_dist.parameter_server.protocol import byte_streams, pickling
 from tfstyle_dist.parameter_server.protocol.header import (
     FLAG_INLINE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tfstyle_dist.strategies.optimizer_settings import hyperparameters
+from tfstyle_dist.strategies.parameter_server.optimizer_settings import hyperparameters
 
 
 def test_a_buffer_in_a_group_is_refused_by_its_name() -> None:

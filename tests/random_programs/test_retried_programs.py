@@ -10,7 +10,7 @@ from elastic_programs import Fault, elastic_plan, fault_of, run_elastic
 from generate import BLOCK, FIRST, PROGRAMS
 from oracle import REPLICAS, run_by_hand
 
-from tfstyle_dist.elastic.membership import MembershipChanged
+from tfstyle_dist.elastic.membership.membership import MembershipChanged
 
 pytestmark = [
     pytest.mark.timeout(600),

@@ -20,7 +20,7 @@ from tfstyle_dist.parameter_server.client.optimizer_slots import check_whole
 from tfstyle_dist.parameter_server.client.push import Servers
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.server.slots import describe_slots
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
 
 

@@ -16,8 +16,8 @@ from tfstyle_dist.checkpoint.parameter_groups import described, misfit, paired
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.parameter_server.client.optimizer_slots import begins_with_state, state_stays_there
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
-from tfstyle_dist.strategies.state_on_servers import send_state
+from tfstyle_dist.strategies.parameter_server.optimizer_state import send_state
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
 
 

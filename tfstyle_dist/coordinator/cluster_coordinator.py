@@ -20,8 +20,8 @@ from tfstyle_dist.core import nest
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.strategies.arguments import check_arguments
-from tfstyle_dist.strategies.optimizer_settings import settings_for_workers
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.parameter_server.optimizer_settings import settings_for_workers
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 
 
 class ClusterCoordinator:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfstyle_dist.coordinator.references import Outgoing
 from tfstyle_dist.parameter_server.protocol import pickling
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 
 _State = tuple[int, tuple[Any, ...]]
 _MOST_MODES = 8

@@ -14,8 +14,8 @@ from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state, restore_optimizer, without_a_step
 from tfstyle_dist.strategies.base import Strategy
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
-from tfstyle_dist.strategies.push_runner import check_hooks_of
+from tfstyle_dist.strategies.parameter_server.push_runner import check_hooks_of
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 from tfstyle_dist.variables.adoption import adopt_new_buffers
 from tfstyle_dist.variables.known_tensors import find_record
 

@@ -11,7 +11,7 @@ from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.closure import Closure
 from tfstyle_dist.parameter_server.protocol.header import FLAG_KEEP
 from tfstyle_dist.parameter_server.protocol.peer_loop import Peer
-from tfstyle_dist.strategies.optimizer_settings import only_plain
+from tfstyle_dist.strategies.parameter_server.optimizer_settings import only_plain
 
 
 class Task:

@@ -28,8 +28,8 @@ from tfstyle_dist.parameter_server.client.remote_variables import ServerVariable
 from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.protocol.work import Work
 from tfstyle_dist.runtime.context import Frame, entered
-from tfstyle_dist.strategies.optimizer_settings import check_unchanged, take_settings
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.parameter_server.optimizer_settings import check_unchanged, take_settings
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 
 
 class Function:

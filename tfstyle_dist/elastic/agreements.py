@@ -9,8 +9,8 @@ import torch
 
 from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.errors import CollectiveMismatchError, InvalidArgumentError
-from tfstyle_dist.elastic.membership import Membership, MembershipChanged
-from tfstyle_dist.elastic.packets import Packet
+from tfstyle_dist.elastic.connections.packets import Packet
+from tfstyle_dist.elastic.membership.membership import Membership, MembershipChanged
 from tfstyle_dist.runtime.context import current_replica
 from tfstyle_dist.variables.record import Record, raw
 from tfstyle_dist.variables.store import ParameterStore

@@ -12,10 +12,10 @@ from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.errors import DataLossError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.raw_bytes import bytes_of
-from tfstyle_dist.elastic.membership import Membership, MembershipChanged
-from tfstyle_dist.elastic.numbers import TensorNumbers
-from tfstyle_dist.elastic.packets import Packet
-from tfstyle_dist.elastic.replica_state import has_own_value
+from tfstyle_dist.elastic.connections.packets import Packet
+from tfstyle_dist.elastic.membership.membership import Membership, MembershipChanged
+from tfstyle_dist.elastic.state.replica_state import has_own_value
+from tfstyle_dist.elastic.state.tensor_numbers import TensorNumbers
 from tfstyle_dist.variables.record import Living, raw
 from tfstyle_dist.variables.store import ParameterStore
 

@@ -9,14 +9,14 @@ import torch
 
 from tfstyle_dist.core.errors import DataLossError, InvalidArgumentError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.elastic.attendance import View
-from tfstyle_dist.elastic.packets import Packet
-from tfstyle_dist.elastic.positions import Positions
-from tfstyle_dist.elastic.python_numbers import described, state_of
-from tfstyle_dist.elastic.replica_state import count_tensors
-from tfstyle_dist.elastic.streams import StepStreams
-from tfstyle_dist.elastic.votes import Call, Votes, said
-from tfstyle_dist.elastic.whole_state import WholeState
+from tfstyle_dist.elastic.connections.packets import Packet
+from tfstyle_dist.elastic.membership.attendance import View
+from tfstyle_dist.elastic.state.dataset_positions import DatasetPositions
+from tfstyle_dist.elastic.state.python_random import described, state_of
+from tfstyle_dist.elastic.state.replica_state import count_tensors
+from tfstyle_dist.elastic.state.whole_state import WholeState
+from tfstyle_dist.elastic.steps.step_random import StepRandomStreams
+from tfstyle_dist.elastic.steps.votes import Call, Votes, said
 from tfstyle_dist.variables.store import ParameterStore
 
 
@@ -35,7 +35,12 @@ class Handover:
     """
 
     def __init__(
-        self, whole: WholeState, votes: Votes, streams: StepStreams, positions: Positions, store: ParameterStore
+        self,
+        whole: WholeState,
+        votes: Votes,
+        streams: StepRandomStreams,
+        positions: DatasetPositions,
+        store: ParameterStore,
     ) -> None:
         self._whole, self._votes, self._streams, self._positions, self._store = whole, votes, streams, positions, store
         self._pending: tuple[dict[str, Any], list[torch.Tensor]] | None = None

@@ -10,22 +10,22 @@ import torch
 
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.elastic.agreements import Agreements
-from tfstyle_dist.elastic.attendance import View
 from tfstyle_dist.elastic.audit import Audit
+from tfstyle_dist.elastic.connections.packets import Packet
 from tfstyle_dist.elastic.handover import Handover, use_threads
-from tfstyle_dist.elastic.joint_work import JointWork
-from tfstyle_dist.elastic.membership import Membership, MembershipChanged
-from tfstyle_dist.elastic.messages import NO_EPOCH
+from tfstyle_dist.elastic.membership.attendance import View
+from tfstyle_dist.elastic.membership.membership import Membership, MembershipChanged
+from tfstyle_dist.elastic.membership.protocol_messages import NO_EPOCH
 from tfstyle_dist.elastic.options import Elastic, held_by
-from tfstyle_dist.elastic.packets import Packet
-from tfstyle_dist.elastic.positions import Positions
-from tfstyle_dist.elastic.python_numbers import Watch
-from tfstyle_dist.elastic.rehearsal import rehearse
-from tfstyle_dist.elastic.replica_state import ReplicaStates
-from tfstyle_dist.elastic.streams import StepStreams
-from tfstyle_dist.elastic.undo import Undo
-from tfstyle_dist.elastic.votes import Call, Votes, fingerprint, settings_of
-from tfstyle_dist.elastic.whole_state import WholeState
+from tfstyle_dist.elastic.state.dataset_positions import DatasetPositions
+from tfstyle_dist.elastic.state.python_random import Watch
+from tfstyle_dist.elastic.state.replica_state import ReplicaStates
+from tfstyle_dist.elastic.state.undo import Undo
+from tfstyle_dist.elastic.state.whole_state import WholeState
+from tfstyle_dist.elastic.steps.joint_work import JointWork
+from tfstyle_dist.elastic.steps.step_random import StepRandomStreams
+from tfstyle_dist.elastic.steps.votes import Call, Votes, fingerprint, settings_of
+from tfstyle_dist.elastic.warm_up import warm_up
 from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.runtime.random_streams import seed_of
 from tfstyle_dist.variables.content.common_objects import CommonObjects
@@ -58,13 +58,13 @@ class ElasticJob:
         store: ParameterStore,
         reducer: GradientReducer,
         options: Elastic,
-        positions: Positions,
+        positions: DatasetPositions,
     ) -> None:
         assert store.contents is not None
         replicas = options.replicas
         self.membership, self._store, self._contents, self._replicas = membership, store, store.contents, replicas
         self.audit = Audit(membership, store, options.check_every)
-        self._streams = StepStreams(store.worker.devices)
+        self._streams = StepRandomStreams(store.worker.devices)
         self.joint_work = JointWork(membership, store, reducer, replicas, self._streams)
         self.agreements = Agreements(membership, store, lambda: self.is_new)
         self._undo = Undo(self._contents, self._variables)
@@ -114,7 +114,7 @@ class ElasticJob:
             self._agree_on_numbers()
             self._handover.random = self._streams.of_process()
             return False
-        rehearse(self._contents, self._whole, self._undo)
+        warm_up(self._contents, self._whole, self._undo)
         for replica in (self._replicas - 1, 0):
             self._hold((replica,), moved=True)
         view, parts = self.membership.join(limit)

@@ -3,7 +3,7 @@
 Replica 0 draws what its process would draw; the others have streams of their own. After ``seed`` these go on from run
 to run, as in processes of their own. Without it they are derived, whenever a run begins, from the state that replica 0
 finds then, so that the same program draws the same numbers every time. Between processes ``Strategy.seed_replicas``
-makes the difference, and in elastic jobs ``elastic.streams``.
+makes the difference, and in elastic jobs ``elastic.steps.step_random``.
 """
 
 from __future__ import annotations

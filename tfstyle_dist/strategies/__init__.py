@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tfstyle_dist.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from tfstyle_dist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from tfstyle_dist.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
-    from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
+    from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
     from tfstyle_dist.strategies.replica_context import ReplicaContext as ReplicaContext
     from tfstyle_dist.strategies.running import RunOptions as RunOptions
     from tfstyle_dist.strategies.tpu import (
@@ -42,7 +42,7 @@ _HOMES = {
     "MirroredStrategy": "mirrored",
     "MultiWorkerMirroredStrategy": "multi_worker_mirrored",
     "OneDeviceStrategy": "one_device",
-    "ParameterServerStrategy": "parameter_server",
+    "ParameterServerStrategy": "parameter_server.strategy",
     "ReplicaContext": "replica_context",
     "RunOptions": "running",
     "Strategy": "base",

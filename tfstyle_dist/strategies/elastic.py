@@ -15,11 +15,11 @@ from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core import devices as device_names, env, nest, network
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.elastic import Elastic
+from tfstyle_dist.elastic.connections.packets import Packet
 from tfstyle_dist.elastic.job import ElasticJob
-from tfstyle_dist.elastic.membership import Membership
-from tfstyle_dist.elastic.packets import Packet
-from tfstyle_dist.elastic.positions import Positions
-from tfstyle_dist.elastic.turns import ElasticRun, HeldContent
+from tfstyle_dist.elastic.membership.membership import Membership
+from tfstyle_dist.elastic.state.dataset_positions import DatasetPositions
+from tfstyle_dist.elastic.steps.local_replicas import ElasticRun, HeldContent
 from tfstyle_dist.monitoring.monitor import name_of
 from tfstyle_dist.monitoring.report import ElasticCounts
 from tfstyle_dist.runtime.executor import ReplicaExecutor
@@ -98,7 +98,7 @@ class ElasticWorker(Worker):
         super().__init__(
             device_names.parse_replica_devices([f"cpu:{r}" for r in range(options.replicas)]), ElasticGroup(), timeout
         )
-        self.positions: Positions = Positions()
+        self.positions: DatasetPositions = DatasetPositions()
         self.membership = Membership(rank, addresses, options, timeout)
         try:
             self.membership.start(env.start_timeout(timeout))

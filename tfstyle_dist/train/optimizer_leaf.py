@@ -13,7 +13,7 @@ from tfstyle_dist.checkpoint.leaves import Leaf, Match, Read, all_of
 from tfstyle_dist.checkpoint.on_servers import Source, read_slots, strategy_of
 from tfstyle_dist.checkpoint.optimizer_leaves import OptimizerLeaf, ParameterNames, put_on_servers
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 from tfstyle_dist.train.optimizer import TFOptimizer
 from tfstyle_dist.train.torch_optimizer import Optimizer
 from tfstyle_dist.variables import find_record

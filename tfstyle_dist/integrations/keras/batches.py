@@ -9,7 +9,7 @@ from tfstyle_dist.input.dataset import DistributedDataset
 from tfstyle_dist.input.options import InputContext
 from tfstyle_dist.integrations.keras.backend import DataAdapter
 from tfstyle_dist.strategies.base import Strategy
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 
 
 class DatasetCreator:

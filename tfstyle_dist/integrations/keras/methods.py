@@ -28,7 +28,7 @@ from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.runtime.context import current_frame, current_replica, mixing_error
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.default import default_strategy
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 from tfstyle_dist.strategies.running import report_failure
 from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.content.copies import count_as_containers

@@ -17,7 +17,7 @@ from tfstyle_dist.integrations.keras.share import CURRENT, part_of_sum
 from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.runtime.context import StrategyInForce, current_frame, current_replica
 from tfstyle_dist.strategies.base import Strategy
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.variables import DistributedVariable, Placement, Record, VariableComponent, find_record
 from tfstyle_dist.variables.component import checked, read_across_replicas, write_component

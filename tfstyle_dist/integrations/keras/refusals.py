@@ -8,7 +8,7 @@ from tfstyle_dist.input.iterator import DistributedIterator
 from tfstyle_dist.integrations.keras.backend import keras
 from tfstyle_dist.integrations.keras.share import CURRENT
 from tfstyle_dist.runtime.context import current_replica
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 from tfstyle_dist.values import DistributedValues
 
 

@@ -16,7 +16,7 @@ from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord, Shard
 from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.server.table import VariableTable
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
 
 ITERATIONS = "iterations"

@@ -31,7 +31,7 @@ from tfstyle_dist.integrations.keras.steps import adopt
 from tfstyle_dist.integrations.keras.travel import custom_objects_of
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.strategies.default import default_strategy
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 
 _AHEAD = 4
 _PATIENCE = 10.0  # seconds

@@ -26,7 +26,7 @@ from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.protocol.operations import Op
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.strategies.default import default_strategy
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.parameter_server.strategy import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
 
 _numbers = itertools.count(1)
