@@ -34,7 +34,17 @@ FORMS = "replicas", "ranks", "shared"
 MODELS = ("transformers/mixtral", "transformers/t5", "transformers/vit-with-dropout")
 
 
-OUTSIDE = ("outside", "scaler-in-parts", "average", "after-backward", "of-one-tensor", "EMADict", "clip", "edited")
+OUTSIDE = ("scaler-outside", "scaler-in-parts", "average", "after-backward", "of-one-tensor", "EMADict", "clip")
+OUTSIDE += ("Adafactor-outside", "SGD-outside", "OneCycleLR-outside", "ReduceLROnPlateau-outside", "cosine-outside")
+OUTSIDE += (
+    "edited",
+    "step-outside",
+    "replace-head",
+    "replace-parameter",
+    "train-outside",
+    "from_outside",
+    "changes-outside",
+)
 
 
 def measured(folder: Path, arguments: Sequence[str], device: str = "cpu") -> tuple[int, list[dict[str, Any]], str]:
@@ -66,7 +76,7 @@ def test_what_is_done_outside_of_run_agrees_on_a_device(tmp_path: Path) -> None:
     code, verdicts, _ = measured(tmp_path, what, "pretend")
     good = ("agrees", "refused", "differs as documented", "is written for the CPU")
     assert code == 0, [v for v in verdicts if v["verdict"] not in good]
-    assert sum(v["verdict"] == "agrees" for v in verdicts) > 150
+    assert sum(v["verdict"] == "agrees" for v in verdicts) > 100
 
 
 def test_every_file_of_steps_is_in_the_table() -> None:

@@ -238,7 +238,7 @@ class Mean(keras.losses.Loss):
         return ops.mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred))
 
 
-@ALL
+@strategy_combinations("mirrored_2", CENTRAL, "mirrored_2_workers", CENTRAL_RANKS, timeout=120)
 def test_losses_that_are_no_mean_over_the_examples(strategy: tfd.Strategy) -> None:
     """Sums, and means over what a mask leaves or over weights."""
     crossentropy = keras.losses.SparseCategoricalCrossentropy
